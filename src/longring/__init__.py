@@ -1,0 +1,61 @@
+"""Exact attention over very long sequences: ring attention and LongNet dilated attention."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .errors import ArgumentError as ArgumentError
+    from .errors import KernelRefusal as KernelRefusal
+    from .errors import LayoutError as LayoutError
+    from .errors import LongringError as LongringError
+    from .errors import NotBuilt as NotBuilt
+    from .errors import PatternError as PatternError
+    from .errors import PeerLost as PeerLost
+    from .errors import RowsLeftOut as RowsLeftOut
+    from .errors import ScheduleRefusal as ScheduleRefusal
+    from .errors import TransportError as TransportError
+    from .functional import attention as attention
+    from .functional import dilated_attention as dilated_attention
+    from .functional import explain as explain
+    from .functional import ring_attention as ring_attention
+    from .geometry.patterns import Dense as Dense
+    from .geometry.patterns import Dilated as Dilated
+    from .sharding import Sharding as Sharding
+    from .simulation import simulate as simulate
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ArgumentError": "errors",
+    "Dense": "geometry.patterns",
+    "Dilated": "geometry.patterns",
+    "KernelRefusal": "errors",
+    "LayoutError": "errors",
+    "LongringError": "errors",
+    "NotBuilt": "errors",
+    "PatternError": "errors",
+    "PeerLost": "errors",
+    "RowsLeftOut": "errors",
+    "ScheduleRefusal": "errors",
+    "Sharding": "sharding",
+    "TransportError": "errors",
+    "attention": "functional",
+    "dilated_attention": "functional",
+    "explain": "functional",
+    "ring_attention": "functional",
+    "simulate": "simulation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use, so that planning and `--help` never wait for torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'longring' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES]

@@ -1,0 +1,81 @@
+"""The one place where autograd meets a schedule."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .geometry.layouts import Shard
+from .kernels.contract import Gradients, Upstream
+from .numerics.online_softmax import Partial
+from .schedules.gather import collect, take_rows
+from .transport.contract import Transport
+
+
+class Job(Protocol):
+    """A computation and its backward: one rank's part of a schedule, or all ranks played at once."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Partial: ...
+
+    def backward(self, upstream: Upstream, q: Tensor, k: Tensor, v: Tensor) -> Gradients: ...
+
+
+class ExactAttention(torch.autograd.Function):
+    """(out, lse), both differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor]:
+        total = job.forward(q, k, v)
+        out = total.out.to(q.dtype)  # rounded once, here
+        ctx.save_for_backward(q, k, v, out, total.lse)
+        ctx.set_materialize_grads(False)
+        ctx.job = job
+        return out, total.lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        found = ctx.job.backward(Upstream(dout, dlse, out, lse), q, k, v)
+        gradients = tuple(g.to(x.dtype) for g, x in zip(found, (q, k, v), strict=True))
+        # autograd would silently sum a gradient of another shape
+        assert all(g.shape == x.shape for g, x in zip(gradients, (q, k, v), strict=True))
+        return *gradients, None
+
+
+class TakeShard(torch.autograd.Function):
+    """A rank's rows of a tensor that every rank has; its backward gathers, so that every rank has the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, transport: Transport | None, shards: tuple[Shard, ...], rank: int) -> Tensor:
+        ctx.transport, ctx.shards = transport, shards
+        return take_rows(x, shards[rank])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _whole(gradient, ctx.transport, ctx.shards, "gradient of shard"), None, None, None
+
+
+class GatherShards(torch.autograd.Function):
+    """The whole tensor from every rank's rows; its backward takes the rank's own part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, transport: Transport | None, shards: tuple[Shard, ...], rank: int) -> Tensor:
+        ctx.shard = shards[rank]
+        return _whole(x, transport, shards, "unshard")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return take_rows(gradient, ctx.shard), None, None, None
+
+
+def _whole(x: Tensor, transport: Transport | None, shards: tuple[Shard, ...], what: str) -> Tensor:
+    if transport is None:
+        return x.clone()
+    return collect(transport, [x], shards, what=what)[0]

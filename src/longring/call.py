@@ -1,0 +1,262 @@
+"""One call of attention made ready: arguments checked, choices made, forward and backward in hand."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .errors import ArgumentError, LayoutError, NotBuilt, PatternError, RowsLeftOut, ScheduleRefusal
+from .geometry.itinerary import ITINERARIES, Task
+from .geometry.patterns import Dilated, Pattern, Problem
+from .kernels.contract import Gradients, Kernel, Upstream
+from .kernels.select import select_kernel
+from .numerics.online_softmax import Partial
+from .plan.choose import choose_schedule
+from .schedules.contract import Journey
+from .schedules.select import SCHEDULES, check_schedule
+from .sharding import Sharding
+from .transport.alone import Alone
+from .transport.contract import Transport
+from .transport.select import transport_for, world_size
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+NOT_BUILT = {
+    "dropout": ("dropout", "dropout_p"),
+    "a bias or a mask given as a tensor": ("bias", "attn_bias", "attn_mask", "mask", "alibi_slopes"),
+    "softcap": ("softcap", "logit_cap"),
+    "attention sinks": ("sinks", "sink"),
+    "detached mixing weights": ("mixing_gradient",),
+}
+
+_log = logging.getLogger("longring")
+
+
+class Options(NamedTuple):
+    """What `attention` takes besides tensors and pattern; the defaults are the user's."""
+
+    sharding: Sharding | None = None
+    kv_sharding: Sharding | None = None
+    group: Any = None
+    layout: str | None = None
+    query_offset: int | None = None
+    schedule: str = "auto"
+    kernel: str = "auto"
+    scale: float | None = None
+    deterministic: bool = False
+    timeout: float | None = None
+
+
+class Choice(NamedTuple):
+    """What was taken, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """One rank's part of a call."""
+
+    journey: Journey
+    schedule: Choice
+    kernel: Choice
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Partial:
+        return SCHEDULES[self.schedule.name].forward(self.journey, q, k, v)
+
+    def backward(self, upstream: Upstream, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+        return SCHEDULES[self.schedule.name].backward(self.journey, upstream, q, k, v)
+
+
+def prepare(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> Call:
+    """Refuse what cannot be honoured, choose what was left to `auto`."""
+    transport = _transport(options)
+    where = f"rank {transport.rank}: " if transport.size > 1 else ""
+    check_tensors(q, k, v, where)
+    queries, keys = _shardings(q, k, options, where)
+    problem = Problem(q.shape[0], queries.length, keys.length, k.shape[2], _offset(options, queries, keys))
+    check_pattern(pattern, problem)
+    task = Task(pattern, problem, queries.dealt, keys.dealt)
+    kernel, kernel_choice = choose_kernel(options.kernel, q, k, options.deterministic)
+    schedule = pick_schedule(options.schedule, task)
+    journey = make_journey(
+        task, transport, kernel, schedule.name, check_scale(options.scale, q), check_timeout(options.timeout)
+    )
+    return Call(journey, schedule, kernel_choice)
+
+
+def make_journey(
+    task: Task, transport: Transport, kernel: Kernel, schedule: str, scale: float, timeout: float | None
+) -> Journey:
+    return Journey(task, ITINERARIES[schedule](task, transport.rank), transport, kernel, scale, timeout)
+
+
+# ---------------------------------------------------------------------------------------------------- choices
+
+
+def choose_kernel(name: str, q: Tensor, k: Tensor, deterministic: bool) -> tuple[Kernel, Choice]:
+    if not isinstance(deterministic, bool):
+        raise ArgumentError(f"deterministic must be True or False, got {deterministic!r}")
+    kernel, reason = select_kernel(name, q, k, deterministic=deterministic)
+    return kernel, Choice(kernel.name, reason)
+
+
+def pick_schedule(name: str, task: Task) -> Choice:
+    check_schedule(name)
+    if name != "auto":
+        return Choice(name, "asked for by name")
+    chosen = Choice(*_chosen_schedule(task))
+    _log.debug("schedule %s: %s", *chosen)
+    return chosen
+
+
+_chosen_schedule = lru_cache(maxsize=256)(choose_schedule)
+
+
+# --------------------------------------------------------------------------------------------- who holds what
+
+
+def _transport(options: Options) -> Transport:
+    if options.sharding is not None:
+        if not isinstance(options.sharding, Sharding):
+            raise ArgumentError(f"sharding must be a longring.Sharding, got {options.sharding!r}")
+        return options.sharding.transport
+    if options.kv_sharding is not None:
+        raise ArgumentError("kv_sharding was given without sharding, which says how the queries are dealt")
+    if options.group is not None:
+        return transport_for(options.group)
+    if options.schedule != "auto" and (size := world_size()) > 1:
+        raise ScheduleRefusal(
+            f"schedule {options.schedule!r} was asked for in a world of {size} ranks with neither sharding nor group; "
+            "pass one of them, or schedule='auto' for attention on this rank alone"
+        )
+    return Alone()
+
+
+def _shardings(q: Tensor, k: Tensor, options: Options, where: str) -> tuple[Sharding, Sharding]:
+    if options.sharding is None:
+        return _implied_shardings(q, k, options, where)
+    if options.group is not None or options.layout is not None:
+        raise ArgumentError(f"{where}sharding already says group and layout; pass it, or them, not both")
+    queries = options.sharding
+    keys = queries if options.kv_sharding is None else options.kv_sharding
+    if keys.ranks != queries.ranks or keys.rank != queries.rank:
+        raise LayoutError(
+            f"{where}kv_sharding is over {keys.ranks} ranks and sharding over {queries.ranks}; use one group"
+        )
+    for name, x, sharding in (("q", q, queries), ("k", k, keys)):
+        if x.shape[1] != sharding.local_length:
+            raise LayoutError(
+                f"{where}{name} holds {x.shape[1]} tokens, but {sharding.layout} deals {sharding.local_length} of "
+                f"{sharding.length} to this rank; shard with Sharding.shard"
+                + ("" if options.kv_sharding is not None or name == "q" else ", and pass kv_sharding if keys differ")
+            )
+    return queries, keys
+
+
+def _implied_shardings(q: Tensor, k: Tensor, options: Options, where: str) -> tuple[Sharding, Sharding]:
+    """The whole here, or equal parts on every rank of the group."""
+    if options.group is None and options.layout is not None:
+        raise ArgumentError(f"layout={options.layout!r} needs group=..., whose ranks hold the parts")
+    if options.group is not None and options.layout is None:
+        raise ArgumentError(f"{where}group needs layout=..., which says how the tokens were dealt to its ranks")
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[1] == 0:
+            raise ArgumentError(f"{where}{name} has no tokens; a sequence has at least one")
+    if options.group is None:
+        return _alone(q.shape[1]), _alone(k.shape[1])
+    ranks = transport_for(options.group).size
+    made = (Sharding(x.shape[1] * ranks, options.group, options.layout or "") for x in (q, k))
+    queries, keys = made
+    return queries, keys
+
+
+@lru_cache(maxsize=256)
+def _alone(length: int) -> Sharding:
+    return Sharding(length, layout="contiguous")
+
+
+def _offset(options: Options, queries: Sharding, keys: Sharding) -> int:
+    offset = options.query_offset
+    if offset is None:
+        return keys.length - queries.length
+    if not isinstance(offset, int) or isinstance(offset, bool):
+        raise ArgumentError(f"query_offset must be a whole number, got {offset!r}")
+    return offset
+
+
+# ------------------------------------------------------------------------------------------ what users got wrong
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, where: str = "") -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ArgumentError(f"{where}{name} must be a tensor, got {type(x).__name__}")
+        if x.ndim != 4:
+            raise ArgumentError(f"{where}{name} must be [batch, n, heads, d], got shape {list(x.shape)}")
+        if 0 in (x.shape[0], x.shape[2], x.shape[3]):
+            raise ArgumentError(f"{where}{name} needs a batch, heads and d of at least 1, got shape {list(x.shape)}")
+        if x.dtype not in DTYPES:
+            raise ArgumentError(f"{where}{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
+        if x.dtype != q.dtype:
+            raise ArgumentError(f"{where}q, k and v must have one dtype, but q is {q.dtype} and {name} {x.dtype}")
+        if x.device != q.device:
+            raise ArgumentError(
+                f"{where}q, k and v must be on one device, but q is on {q.device} and {name} on {x.device}"
+            )
+    if k.shape != v.shape:
+        raise ArgumentError(f"{where}k and v must have one shape, got {list(k.shape)} and {list(v.shape)}")
+    if q.shape[0] != k.shape[0]:
+        raise ArgumentError(f"{where}q and k must have one batch size, got {q.shape[0]} and {k.shape[0]}")
+    if q.shape[3] != k.shape[3]:
+        raise ArgumentError(f"{where}q and k must have one head dimension d, got {q.shape[3]} and {k.shape[3]}")
+    if q.shape[2] % k.shape[2]:
+        raise ArgumentError(f"{where}heads must be a multiple of kv_heads, got {q.shape[2]} and {k.shape[2]}")
+
+
+def check_pattern(pattern: Pattern, problem: Problem) -> None:
+    if not isinstance(pattern, Pattern):
+        raise PatternError(f"pattern must be longring.Dense(...) or longring.Dilated(...), got {pattern!r}")
+    pattern.check(problem)
+    if isinstance(pattern, Dilated) and pattern.leaves_rows_out:
+        _warn_of_rows_left_out(pattern.dilation_rates)
+
+
+@lru_cache(maxsize=256)  # once for each list of rates
+def _warn_of_rows_left_out(rates: tuple[int, ...]) -> None:
+    warnings.warn(
+        f"every dilation rate of {list(rates)} is above 1, so each head has rows that no branch keeps: they see "
+        "nothing, and their output is 0; a branch of rate 1 reaches every row",
+        RowsLeftOut,
+        stacklevel=5,
+    )
+
+
+def check_scale(scale: float | None, q: Tensor) -> float:
+    if scale is None:
+        return q.shape[3] ** -0.5
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise ArgumentError(f"scale must be a finite number, got {scale!r}")
+    return float(scale)
+
+
+def check_timeout(timeout: float | None) -> float | None:
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0):
+        raise ArgumentError(f"timeout must be a positive number of seconds, or None; got {timeout!r}")
+    return timeout
+
+
+def refuse_unbuilt(function: str, given: dict[str, Any]) -> None:
+    """Name what is known of attention elsewhere and not built here; a word nobody knows is a TypeError."""
+    for name in given:
+        for feature, names in NOT_BUILT.items():
+            if name in names:
+                raise NotBuilt(f"{name}={given[name]!r}: {feature} is not built yet, and is never silently ignored")
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")

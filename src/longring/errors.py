@@ -1,0 +1,54 @@
+"""Every error longring raises on purpose. The tree is the documentation:
+
+LongringError
+├── ArgumentError          (ValueError)  an argument has a value nothing can be computed from
+│   ├── PatternError                     the pattern contradicts itself, or the sequence it is used on
+│   ├── LayoutError                      the tokens cannot be dealt as asked, or were dealt otherwise
+│   ├── KernelRefusal                    the kernel asked for by name cannot compute this exactly
+│   ├── ScheduleRefusal                  the schedule asked for by name cannot run here
+│   └── NotBuilt                         a known feature of attention that longring does not have yet
+└── TransportError         (RuntimeError) a tensor did not reach the rank it was sent to
+    └── PeerLost                         another rank failed, or stayed silent until the timeout
+
+and one warning, RowsLeftOut: the pattern is allowed, but some rows of it see no key at all.
+"""
+
+
+class LongringError(Exception):
+    """Base of every deliberate error, so that callers can catch one name."""
+
+
+class ArgumentError(LongringError, ValueError):
+    """An argument has a value nothing can be computed from."""
+
+
+class PatternError(ArgumentError):
+    """The pattern contradicts itself, or the sequence it is used on."""
+
+
+class LayoutError(ArgumentError):
+    """The tokens cannot be dealt as asked, or were dealt otherwise than the sharding says."""
+
+
+class KernelRefusal(ArgumentError):
+    """The kernel asked for by name cannot compute this exactly."""
+
+
+class ScheduleRefusal(ArgumentError):
+    """The schedule asked for by name cannot run here."""
+
+
+class NotBuilt(ArgumentError):
+    """A known feature of attention that longring does not have yet: refused, never ignored."""
+
+
+class TransportError(LongringError, RuntimeError):
+    """A tensor did not reach the rank it was sent to."""
+
+
+class PeerLost(TransportError):
+    """Another rank failed, or stayed silent until the timeout."""
+
+
+class RowsLeftOut(UserWarning):
+    """The pattern is allowed, but some rows of it see no key at all."""

@@ -1,0 +1,136 @@
+"""What a user calls for exact attention, on one device or over the ranks of a group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+from torch import Tensor
+
+from .autograd import ExactAttention
+from .call import Choice, Options, prepare, refuse_unbuilt
+from .geometry.patterns import Dense, Dilated, Pattern
+from .plan.work import pairs
+from .sharding import Sharding
+
+CAUSAL = Dense(causal=True)
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = ..., return_lse: Literal[False] = ..., **options: Any
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = ..., return_lse: bool, **options: Any
+) -> tuple[Tensor, Tensor]: ...
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern = CAUSAL,
+    sharding: Sharding | None = None,
+    kv_sharding: Sharding | None = None,
+    group: Any = None,
+    layout: str | None = None,
+    query_offset: int | None = None,
+    schedule: str = "auto",
+    kernel: str = "auto",
+    scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    timeout: float | None = None,
+    **not_built: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention of q over k and v: out, or (out, lse) with `return_lse`. Differentiable, lse included.
+
+    q is [batch, n_q, heads, d]; k and v are [batch, n_k, kv_heads, d], heads a multiple of kv_heads; out is
+    like q, lse [batch, heads, n_q]. The default pattern is causal.
+
+    sharding:       q, k and v are this rank's part of the whole, as `Sharding.shard` gives it; kv_sharding
+                    where keys are dealt otherwise. Or group= and layout=, for equal parts on every rank.
+                    Neither: this process alone.
+    query_offset:   query i stands at position i + query_offset; by default the last query meets the last key.
+    schedule:       "ring", "exchange", "gather", or "auto", which moves the least.
+    kernel:         "sdpa", "reference", or "auto"; `longring.explain` says what auto takes, and why.
+    deterministic:  bit-identical results from run to run.
+    timeout:        seconds after which a silent peer is an error.
+    """
+    refuse_unbuilt("attention", not_built)
+    options = Options(
+        sharding, kv_sharding, group, layout, query_offset, schedule, kernel, scale, deterministic, timeout
+    )
+    out, lse = ExactAttention.apply(q, k, v, prepare(q, k, v, pattern, options))  # type: ignore[misc]
+    return (out, lse) if return_lse else out
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    window: tuple[int | None, int | None] | None = None,
+    documents: Any = None,
+    lengths: Any = None,
+    sharding: Sharding | None = None,
+    **options: Any,
+) -> Any:
+    """Dense attention by the ring schedule; further options as for `attention`."""
+    pattern = Dense(causal=causal, window=window, documents=documents, lengths=lengths)
+    return attention(q, k, v, pattern=pattern, sharding=sharding, schedule="ring", **options)
+
+
+def dilated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    segment_lengths: Any,
+    dilation_rates: Any,
+    causal: bool = True,
+    phase: str = "mod",
+    documents: Any = None,
+    sharding: Sharding | None = None,
+    **options: Any,
+) -> Any:
+    """LongNet's dilated attention, its branches mixed by one softmax; further options as for `attention`."""
+    pattern = Dilated(segment_lengths, dilation_rates, causal=causal, phase=phase, documents=documents)
+    return attention(q, k, v, pattern=pattern, sharding=sharding, **options)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call would do on this rank: print it, or read its fields."""
+
+    kernel: Choice
+    schedule: Choice
+    ranks: int
+    stops: int
+    tiles: int
+    pairs: int
+
+    def __str__(self) -> str:
+        return (
+            f"kernel   {self.kernel.name}: {self.kernel.reason}\n"
+            f"schedule {self.schedule.name}: {self.schedule.reason}\n"
+            f"work     {self.tiles} tiles at {self.stops} of {self.ranks} ranks, {self.pairs:,} pairs of query and key"
+        )
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = CAUSAL, **options: Any) -> Explanation:
+    """What `attention` with the same arguments would take, and why. Computes and sends nothing."""
+    options.pop("return_lse", None)
+    unknown = {name: value for name, value in options.items() if name not in Options._fields}
+    refuse_unbuilt("explain", unknown)
+    call = prepare(q, k, v, pattern, Options(**options))
+    journey = call.journey
+    return Explanation(
+        call.kernel,
+        call.schedule,
+        ranks=journey.transport.size,
+        stops=sum(1 for stop in journey.itinerary if stop.tiles),
+        tiles=sum(len(stop.tiles) for stop in journey.itinerary),
+        pairs=pairs(journey.task, journey.transport.rank) * (q.shape[2] // k.shape[2]),
+    )

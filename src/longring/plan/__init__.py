@@ -1,0 +1,1 @@
+"""What it will cost, from integers alone: the same itineraries that schedules execute, counted."""

@@ -1,0 +1,130 @@
+"""Sharding: the one place where a user's data is dealt to ranks, and collected again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .autograd import GatherShards, TakeShard
+from .errors import ArgumentError, LayoutError
+from .geometry.layouts import LAYOUTS, Layout, Shard, deal, from_ranges
+from .geometry.patterns import Pattern, clean_documents
+from .plan.choose import choose_layout
+from .transport.contract import Transport
+from .transport.select import transport_for
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Which rank of `group` holds which of `length` tokens. A frozen value, the same on every rank.
+
+    layout:     "contiguous", "zigzag" (one early and one late chunk each, for causal attention), "striped"
+                (dealt like cards), "dealt" (chunks dealt by work, for documents), or "auto" with `pattern`.
+    documents:  for "dealt": boundaries [0, b1, ..., length], or one such list per batch row.
+    align:      cut only at multiples of this, such as a segment length.
+    pattern:    what "auto" (and "dealt", for its documents) looks at.
+
+    Any length and any number of ranks work, without padding; a rank may hold nothing.
+    """
+
+    length: int
+    group: Any = None
+    layout: str = "zigzag"
+    documents: Any = None
+    align: int | None = None
+    pattern: Pattern | None = None
+    shards: tuple[Shard, ...] = ()  # who holds what, by rank; computed, or stated with `from_ranges`
+
+    def __post_init__(self) -> None:
+        documents = clean_documents(self.documents)
+        object.__setattr__(self, "documents", documents)
+        if self.layout != "ranges":
+            object.__setattr__(self, "layout", self._named_layout())
+            object.__setattr__(self, "shards", self._deal().shards)
+        elif len(self.shards) != self.ranks:
+            raise LayoutError(f"shards name {len(self.shards)} ranks, but the group has {self.ranks}")
+
+    @classmethod
+    def from_ranges(cls, shards: Iterable[Iterable[range]], *, group: Any = None) -> Sharding:
+        """Any assignment: for each rank the ranges of positions it holds, rising; together 0..n-1, each once."""
+        dealt = from_ranges(shards)
+        return cls(length=dealt.length, group=group, layout="ranges", shards=dealt.shards)
+
+    @cached_property
+    def transport(self) -> Transport:
+        return transport_for(self.group)
+
+    @property
+    def rank(self) -> int:
+        return self.transport.rank
+
+    @property
+    def ranks(self) -> int:
+        return self.transport.size
+
+    @cached_property
+    def dealt(self) -> Layout:
+        return Layout(self.length, self.shards)
+
+    @property
+    def local_length(self) -> int:
+        """How many tokens this rank holds."""
+        return self.dealt.sizes[self.rank]
+
+    @property
+    def positions(self) -> Tensor:
+        """The global positions of this rank's tokens, rising: for rotary embeddings and losses."""
+        held = [torch.arange(r.start, r.stop, r.step) for r in self.shards[self.rank]]
+        return torch.cat(held) if held else torch.empty(0, dtype=torch.int64)
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's part of a tensor that every rank has whole. Backward: every rank has the whole gradient."""
+        self._check(x, dim, self.length, "whole")
+        return self._along(dim, TakeShard, x)
+
+    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The whole tensor, on every rank, from every rank's part. Backward: this rank's part of the gradient."""
+        self._check(x, dim, self.local_length, "this rank's part")
+        return self._along(dim, GatherShards, x)
+
+    def _along(self, dim: int, function: Any, x: Tensor) -> Tensor:
+        rows = x.movedim(dim, 0).unsqueeze(0)
+        alone = None if self.ranks == 1 else self.transport
+        return function.apply(rows, alone, self.shards, self.rank).squeeze(0).movedim(0, dim)
+
+    def _check(self, x: Tensor, dim: int, want: int, what: str) -> None:
+        if not isinstance(x, Tensor) or not -x.ndim <= dim < x.ndim:
+            raise ArgumentError(f"rank {self.rank}: x must be a tensor with a dimension {dim}, got {_spoken(x)}")
+        if x.shape[dim] != want:
+            raise LayoutError(
+                f"rank {self.rank}: x has {x.shape[dim]} tokens along dim {dim}, but {what} holds {want} "
+                f"of {self.length} over {self.ranks} ranks ({self.layout})"
+            )
+
+    def _named_layout(self) -> str:
+        if self.layout == "auto":
+            if self.pattern is None:
+                raise LayoutError("layout='auto' needs pattern=..., to see what the tokens will be used for")
+            return choose_layout(self.pattern, self.length)[0]
+        if self.layout not in LAYOUTS:
+            raise LayoutError(f"layout must be one of auto, {', '.join(LAYOUTS)}; got {self.layout!r}")
+        return self.layout
+
+    def _deal(self) -> Layout:
+        documents = self.documents
+        if documents is None and self.pattern is not None:
+            documents = self.pattern.documents
+        elif documents is not None and self.layout != "dealt":
+            raise LayoutError(f"layout {self.layout!r} does not look at documents; give them to the pattern alone")
+        if documents is not None and any(row[-1] != self.length for row in documents):
+            raise LayoutError(f"documents must end at length {self.length}, got {documents}")
+        return deal(self.layout, self.length, self.ranks, documents=documents, align=self.align)
+
+
+def _spoken(x: object) -> str:
+    return f"one of shape {list(x.shape)}" if isinstance(x, Tensor) else repr(x)
