@@ -1,7 +1,7 @@
 """PyTorch's own fused attention, through the operations that return an lse and take one in the backward.
 
 On the CPU that is flash-attention-for-CPU. Its traps, and where they are met here: an empty q or k kills
-the process (tiles are never empty); a last dimension with a stride is silently wrong (`_stacked`); causal
+the process (tiles are never empty); a last dimension with a stride is silently wrong (`_dense_last`); causal
 is aligned to the top left (only squares are causal here); lse = -inf in the backward gives nan and +inf
 gives 0 (`_nothing_to_plus`); a 16-bit backward is ten times slower than float32, and 16-bit partials
 would round at every merge (everything is computed in the accumulator dtype).
@@ -10,7 +10,6 @@ would round at every merge (everything is computed in the accumulator dtype).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,7 @@ from torch import Tensor
 from ..geometry.tiles import Tile, without_bands
 from ..numerics.online_softmax import Partial, accumulator_dtype, merge_, nothing_seen
 from .contract import Gradients, Upstream, no_gradients
-from .views import key_view, query_view, row_view
+from .views import stackable, stacked_keys, stacked_queries, stacked_rows
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -42,16 +41,13 @@ class SdpaKernel:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], *, scale: float, total: Partial | None = None
     ) -> Partial:
-        pieces = [piece for tile in tiles for piece in without_bands(tile)]
+        pieces = _pieces(tiles)
         if total is None and _is_everything(pieces, q, k):
-            out, lse = _attend(_Operands.of(q, k, v, pieces[0]), scale)
+            out, lse = _attend(q, k, v, pieces[0], scale)
             return Partial(out.transpose(1, 2), lse.contiguous())
         total = nothing_seen(q) if total is None else total
-        heads = k.shape[2]
         for piece in _portions(pieces, q, k.shape[2]):
-            out, lse = _attend(_Operands.of(q, k, v, piece), scale)
-            rows = query_view(total.out, piece, heads)
-            merge_(rows, row_view(total.lse, piece, heads), out.reshape(rows.shape), lse.reshape(rows.shape[:-1]))
+            _merge_piece(q, k, v, piece, scale, total)
         return total
 
     def backward(
@@ -65,81 +61,79 @@ class SdpaKernel:
         scale: float,
         total: Gradients | None = None,
     ) -> Gradients:
-        pieces = [piece for tile in tiles for piece in without_bands(tile)]
+        pieces = _pieces(tiles)
         upstream = upstream._replace(lse=_nothing_to_plus(upstream.lse))
         if total is None and _is_everything(pieces, q, k):
             dq, dk, dv = _attend_backward(upstream, q, k, v, pieces[0], scale)
             return Gradients(dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2))
         total = no_gradients(q, k) if total is None else total
         for piece in _portions(pieces, q, k.shape[2]):
-            found = _attend_backward(upstream, q, k, v, piece, scale)
-            places = query_view(total.dq, piece, k.shape[2]), key_view(total.dk, piece), key_view(total.dv, piece)
-            for place, gradient in zip(places, found, strict=True):
-                place.add_(gradient.reshape(place.shape))
+            _add_piece(upstream, q, k, v, piece, scale, total)
         return total
+
+
+# the two below are functions so that a piece's results are freed before the next piece makes its own
+
+
+def _merge_piece(q: Tensor, k: Tensor, v: Tensor, piece: Tile, scale: float, total: Partial) -> None:
+    out, lse = _attend(q, k, v, piece, scale)
+    heads = k.shape[2]
+    merge_(stacked_queries(total.out, piece, heads), stacked_rows(total.lse, piece, heads), out, lse)
+
+
+def _add_piece(
+    upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, piece: Tile, scale: float, total: Gradients
+) -> None:
+    dq, dk, dv = _attend_backward(upstream, q, k, v, piece, scale)
+    stacked_queries(total.dq, piece, k.shape[2]).add_(dq)
+    stacked_keys(total.dk, piece).add_(dk)
+    stacked_keys(total.dv, piece).add_(dv)
 
 
 # ------------------------------------------------------------------------------------------------ one call
 
 
-class _Operands(NamedTuple):
-    """A piece as the operation wants it: [batch x repeat, heads, n, d], float32 or float64."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    shape: str
-
-    @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor, piece: Tile) -> _Operands:
-        flipped = piece.shape == "flipped"
-        return _Operands(
-            _stacked(query_view(q, piece, k.shape[2]), flipped),
-            _stacked(key_view(k, piece), flipped),
-            _stacked(key_view(v, piece), flipped),
-            piece.shape,
-        )
-
-    @property
-    def causal(self) -> bool:
-        return self.shape != "full"
-
-
-def _stacked(view: Tensor, flipped: bool) -> Tensor:
-    """[batch, repeat, kv head, query head, n, d] as [batch x repeat, heads, n, d]; a copy only where it must be."""
-    stacked = view.to(accumulator_dtype(view.dtype)).flatten(2, 3).flatten(0, 1)
-    if flipped:  # read from the last row and column, b >= a is b <= a
-        return stacked.flip(2)
-    return stacked if stacked.stride(-1) == 1 else stacked.contiguous()
-
-
-def _attend(operands: _Operands, scale: float) -> tuple[Tensor, Tensor]:
-    q, k, v, shape = operands
-    out, lse = _forward(q, k, v, 0.0, operands.causal, scale=scale)
-    return (out.flip(2), lse.flip(2)) if shape == "flipped" else (out, lse)
+def _attend(q: Tensor, k: Tensor, v: Tensor, piece: Tile, scale: float) -> tuple[Tensor, Tensor]:
+    flipped = piece.shape == "flipped"
+    q_, k_, v_ = _operands(q, k, v, piece)
+    out, lse = _forward(q_, k_, v_, 0.0, piece.shape != "full", scale=scale)
+    return (out.flip(2), lse.flip(2)) if flipped else (out, lse)
 
 
 def _attend_backward(
     upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, piece: Tile, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    heads, d = k.shape[2], q.shape[3]
-    q, k, v, shape = operands = _Operands.of(q, k, v, piece)
-    flipped = shape == "flipped"
-    dout, out = (_stacked(query_view(t, piece, heads), flipped) for t in (upstream.dout, upstream.out))
-    lse = _stacked_rows(upstream.lse, piece, heads, flipped)
+    heads, d, flipped = k.shape[2], q.shape[3], piece.shape == "flipped"
+    q_, k_, v_ = _operands(q, k, v, piece)
+    dout, out = (_ready(stacked_queries(t, piece, heads), flipped) for t in (upstream.dout, upstream.out))
+    lse = _ready(stacked_rows(upstream.lse, piece, heads), flipped)
     if upstream.dlse is not None:
         # the operation knows no gradient of lse: one more column makes its rowsum(dout * out) less by dlse
-        q, k, v, dout = F.pad(q, (0, 1)), F.pad(k, (0, 1)), F.pad(v, (0, 1)), F.pad(dout, (0, 1), value=1.0)
-        dlse = _stacked_rows(upstream.dlse, piece, heads, flipped).to(q.dtype)
+        q_, k_, v_, dout = F.pad(q_, (0, 1)), F.pad(k_, (0, 1)), F.pad(v_, (0, 1)), F.pad(dout, (0, 1), value=1.0)
+        dlse = _ready(stacked_rows(upstream.dlse, piece, heads), flipped)
         out = torch.cat([out, -dlse.unsqueeze(-1)], dim=-1)
-    found = _backward(dout, q, k, v, out, lse, 0.0, operands.causal, scale=scale)
-    dq, dk, dv = (g[..., :d].flip(2) if flipped else g[..., :d] for g in found)
+    found = _backward(dout, q_, k_, v_, out, lse, 0.0, piece.shape != "full", scale=scale)
+    if upstream.dlse is not None:
+        found = tuple(g[..., :d] for g in found)
+    dq, dk, dv = (g.flip(2) for g in found) if flipped else found
     return dq, dk, dv
 
 
-def _stacked_rows(x: Tensor, piece: Tile, heads: int, flipped: bool) -> Tensor:
-    rows = row_view(x, piece, heads).flatten(2, 3).flatten(0, 1)
-    return rows.flip(2) if flipped else rows
+def _operands(q: Tensor, k: Tensor, v: Tensor, piece: Tile) -> tuple[Tensor, Tensor, Tensor]:
+    """[batch x repeat, heads, n, d] each, float32 or float64."""
+    stacked = stacked_queries(q, piece, k.shape[2]), stacked_keys(k, piece), stacked_keys(v, piece)
+    q_, k_, v_ = (_dense_last(_ready(x, piece.shape == "flipped")) for x in stacked)
+    return q_, k_, v_
+
+
+def _ready(x: Tensor, flipped: bool) -> Tensor:
+    """In the dtype of the computation; read from the last row and column, b >= a is b <= a."""
+    x = x.to(accumulator_dtype(x.dtype))
+    return x.flip(2) if flipped else x
+
+
+def _dense_last(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _nothing_to_plus(lse: Tensor) -> Tensor:
@@ -147,6 +141,11 @@ def _nothing_to_plus(lse: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------- how much at once
+
+
+def _pieces(tiles: Sequence[Tile]) -> list[Tile]:
+    """The tiles in shapes the operation knows."""
+    return [piece for tile in tiles for piece in without_bands(tile)]
 
 
 def _is_everything(pieces: Sequence[Tile], q: Tensor, k: Tensor) -> bool:
@@ -163,20 +162,12 @@ def _is_everything(pieces: Sequence[Tile], q: Tensor, k: Tensor) -> bool:
 
 
 def _portions(pieces: Sequence[Tile], q: Tensor, kv_heads: int) -> Iterator[Tile]:
-    """The pieces, cut by batch, repeat and head until a partial result is a fraction of the whole one."""
+    """The pieces, cut by repeat and head until a partial result is a fraction of the whole one."""
     limit = max(SMALLEST_PORTION, q.numel() // 4)
-    numbers_a_row = q.shape[2] // kv_heads * q.shape[3]
+    share = q.shape[2] // kv_heads
     for piece in pieces:
-        for one in _stackable(piece):
-            numbers = len(one.batch) * len(one.rows) * numbers_a_row
+        for one in stackable(piece, share):
+            numbers = len(one.batch) * max(len(one.rows) * share, len(one.cols)) * q.shape[3]
             for some in one.split_repeat(max(1, limit // (numbers * len(one.kv_heads)))):
                 for first in range(0, len(some.kv_heads), heads := max(1, limit // numbers)):
                     yield some.part(some.batch, some.kv_heads[first : first + heads])
-
-
-def _stackable(piece: Tile) -> Iterator[Tile]:
-    """Batch rows one by one where repeats already fill the operation's batch: both would need a copy."""
-    if piece.repeat.count == 1 or len(piece.batch) == 1:
-        yield piece
-    else:
-        yield from (piece.part(range(b, b + 1), piece.kv_heads) for b in piece.batch)

@@ -29,17 +29,21 @@ def forward(journey: Journey, q: Tensor, k: Tensor, v: Tensor) -> Partial:
 
 
 def backward(journey: Journey, upstream: Upstream, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-    """dQ and the gradients of its own keys stay; those of a visiting block are added to what follows it."""
-    own: Gradients | None = None
+    """dQ stays; the gradients of a visiting block are added to what follows it.
+
+    The rank's own block is computed last, while its gradients are on the last hop home.
+    """
+    home, *abroad = journey.itinerary
+    own = None if not abroad else no_gradients(q, k[:, :0])
     following = Follower(journey, k)
     for stop, (their_k, their_v) in visitors(journey, k, v, phase="backward"):
-        if own is None:
-            own = _add_tiles(journey, upstream, q, their_k, their_v, stop, None)
-        else:
-            contribution = _visiting_gradients(own.dq, their_k)
-            own = own._replace(dq=_add_tiles(journey, upstream, q, their_k, their_v, stop, contribution).dq)
-            following.send_on(stop, contribution)
-    assert own is not None  # the first stop is at home
+        if stop is not home:
+            assert own is not None
+            contribution = no_gradients(q[:, :0], their_k)._replace(dq=own.dq)
+            following.send_on(stop, _add_tiles(journey, upstream, q, their_k, their_v, stop, contribution))
+    if own is not None:
+        own = no_gradients(q[:, :0], k)._replace(dq=own.dq)
+    own = _add_tiles(journey, upstream, q, k, v, home, own)
     following.add_home(own)
     return own
 
@@ -50,11 +54,6 @@ def _add_tiles(
     if not stop.tiles:
         return no_gradients(q, k) if total is None else total
     return journey.kernel.backward(upstream, q, k, v, stop.tiles, scale=journey.scale, total=total)
-
-
-def _visiting_gradients(dq: Tensor, k: Tensor) -> Gradients:
-    dk, dv = (torch.zeros(k.shape, dtype=dq.dtype, device=k.device) for _ in range(2))
-    return Gradients(dq, dk, dv)
 
 
 def visitors(journey: Journey, k: Tensor, v: Tensor, *, phase: str) -> Iterator[tuple[Stop, Block]]:
@@ -88,23 +87,22 @@ class Follower:
 
     def send_on(self, stop: Stop, contribution: Gradients) -> None:
         block = (contribution.dk, contribution.dv)
-        if self._pending is not None:
-            assert self._arriving is not None
-            self._pending.wait()
-            for ours, theirs in zip(block, self._arriving, strict=True):
-                ours.add_(theirs)
+        self._add_arrived(block)
         self._steps += 1
         self._arriving = self._empty(stop.gradient_receives)
         what = f"backward, gradients of step {self._steps}"
         self._pending = _post(self._journey, stop.gradient_sends, block, stop.gradient_receives, self._arriving, what)
 
     def add_home(self, own: Gradients) -> None:
-        if self._pending is None:
+        self._add_arrived((own.dk, own.dv))
+
+    def _add_arrived(self, block: Block) -> None:
+        if self._pending is None or self._arriving is None:
             return
         self._pending.wait()
-        assert self._arriving is not None
-        for mine, theirs in zip((own.dk, own.dv), self._arriving, strict=True):
-            mine.add_(theirs)
+        for ours, theirs in zip(block, self._arriving, strict=True):
+            ours.add_(theirs)
+        self._pending = self._arriving = None  # frees what was sent and what was added, before more is made
 
     def _empty(self, parcel: Parcel | None) -> Block:
         batch, _, heads, d = self._k.shape

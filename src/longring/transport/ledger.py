@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class Ledger(TorchDispatchMode):
     """Counts, in the thread that entered it, the bytes of every storage its operations made and still hold.
 
-    Views and in-place results share a storage with an argument and are not counted again. What a kernel
+    Views and in-place results share a storage with an argument and count nothing. What a kernel
     allocates inside itself and frees before it returns is not seen.
     """
 
@@ -24,13 +24,11 @@ class Ledger(TorchDispatchMode):
         self.peak_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        known = {_storage(t).data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and _storage(tensor).data_ptr() not in known:
-                known.add(_storage(tensor).data_ptr())
-                self._hold(_storage(tensor))
+        result = func(*args, **(kwargs or {}))
+        if _makes_new_storage(func):
+            for tensor in result if isinstance(result, (tuple, list)) else (result,):
+                if isinstance(tensor, torch.Tensor):
+                    self._hold(tensor.untyped_storage())
         return result
 
     def _hold(self, storage: torch.UntypedStorage) -> None:
@@ -43,5 +41,7 @@ class Ledger(TorchDispatchMode):
         self.live_bytes -= size
 
 
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()
+@cache
+def _makes_new_storage(func: Any) -> bool:
+    """Whether the operation's schema says that its results share nothing with its arguments."""
+    return not any(result.alias_info for result in func._schema.returns)

@@ -36,10 +36,18 @@ class _World:
 
     size: int
     running: int
-    turn: threading.Condition = field(default_factory=lambda: threading.Condition(threading.Lock()))
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    bells: list[threading.Condition] = field(init=False)  # one per rank, rung when it may go on
     letters: dict[tuple[int, int, int], _Letter] = field(default_factory=dict)  # by sender, receiver, number
     waiting: dict[int, Callable[[], bool]] = field(default_factory=dict)  # by rank: what it waits for
     failure: tuple[int, BaseException] | None = None
+
+    def __post_init__(self) -> None:
+        self.bells = [threading.Condition(self.turn) for _ in range(self.size)]
+
+    def ring_all(self) -> None:
+        for bell in self.bells:
+            bell.notify()
 
     def is_stuck(self) -> bool:
         """Whether every rank waits for something that no rank is left to do."""
@@ -83,12 +91,12 @@ class Loopback:
             self._sent[peer] += 1
             self.bytes_sent += tensor.nbytes
             posted.append((peer, letter))
+            self._world.bells[peer].notify()
         expected = []
         for peer, buffer in receives:
             _check_message(self, peer, buffer)
             expected.append((peer, self._expected[peer], buffer))
             self._expected[peer] += 1
-        self._world.turn.notify_all()
         return _InFlight(self, posted, expected, what, timeout)
 
 
@@ -126,7 +134,7 @@ class _InFlight:
             )
         buffer.copy_(letter.tensor)
         letter.opened = True
-        world.turn.notify_all()
+        world.bells[peer].notify()
 
     def _until(self, there: Callable[[], bool], peer: int, deadline: float | None) -> None:
         """Hand the turn on until `there`, a peer's failure, the deadline, or the moment when all wait in vain."""
@@ -145,7 +153,7 @@ class _InFlight:
                         f"rank {rank} waits for rank {peer} ({self.what}), and no rank is left that could go on: "
                         "all ranks must make the same calls in the same order"
                     )
-                world.turn.wait(left)
+                world.bells[rank].wait(left)
             finally:
                 del world.waiting[rank]
 
@@ -181,7 +189,7 @@ def run_ranks(
                     world.failure = (transport.rank, error)
             finally:
                 world.running -= 1
-                world.turn.notify_all()
+                world.ring_all()
 
     threads = [threading.Thread(target=live, args=[Loopback(world, rank)], name=f"rank {rank}") for rank in range(size)]
     for thread in threads:

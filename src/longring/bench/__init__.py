@@ -1,0 +1,1 @@
+"""What it did cost: runs measured, judged and drawn."""

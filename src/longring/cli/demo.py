@@ -1,0 +1,273 @@
+"""`longring demo`: ring and dilated attention on virtual ranks, judged, counted and drawn."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from ..errors import ArgumentError, LongringError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..bench.demonstration import Inputs, Played, Size
+    from ..geometry.patterns import Pattern
+    from ..testing import Verdict
+
+WIDTH = 100  # of output that goes to no terminal
+MOST_SCORES = 1 << 28  # the definition holds about ten float64 matrices of heads x tokens x tokens: here 20 GiB
+
+
+class Row(NamedTuple):
+    """A case, what it did, and how its numbers stand against the definition."""
+
+    played: Played
+    verdicts: list[Verdict]
+
+    @property
+    def bytes_agree(self) -> bool:
+        return self.played.bytes_agree
+
+    @property
+    def budget_used(self) -> float:
+        """The largest error, as a share of what is allowed; what is not a number uses it all and more."""
+        shares = [verdict.error / verdict.allowed if verdict.allowed else math.inf for verdict in self.verdicts]
+        return math.inf if any(map(math.isnan, shares)) else max(shares)
+
+
+def demo(
+    tokens: Annotated[int, typer.Option(min=1, help="Length of the sequence; any number.")] = 1009,
+    ranks: Annotated[int, typer.Option(min=1, max=64, help="Virtual ranks, in this one process.")] = 8,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
+    kv_heads: Annotated[int, typer.Option(min=1, help="Key and value heads; must divide the query heads.")] = 4,
+    head_dim: Annotated[int, typer.Option(min=1, help="Numbers per head.")] = 64,
+    seed: Annotated[int, typer.Option(min=0, help="Of the random inputs.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("out/demo"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Run ring and dilated attention, forward and backward, on virtual ranks, and judge every number.
+
+    Needs no GPU. Exit code 1 if a result is wrong, or if a rank sent other bytes than the plan said.
+    """
+    _check(tokens, heads, kv_heads)
+    _make_folder(out)  # before the work, so that a folder that cannot be made costs no time
+
+    from ..bench.demonstration import Size
+
+    size = Size(tokens, ranks, heads, kv_heads, head_dim, seed)
+    console = _console()
+    rows = list(_watched(console, size, quiet=as_json))
+    pictures, missing = _draw(out)
+    if as_json:
+        print(json.dumps(_as_json(size, rows, pictures, missing), indent=2, allow_nan=False))
+    else:
+        _print_report(console, size, rows, pictures, missing)
+    if _faults(rows):
+        raise typer.Exit(1)
+
+
+def _check(tokens: int, heads: int, kv_heads: int) -> None:
+    if heads % kv_heads:
+        raise ArgumentError(f"--heads must be a multiple of --kv-heads, got {heads} and {kv_heads}")
+    if heads * tokens * tokens > MOST_SCORES:
+        most = math.isqrt(MOST_SCORES // heads)
+        raise ArgumentError(
+            f"--tokens must be at most {most} with {heads} heads, got {tokens}: "
+            "the float64 definition, which judges the results, holds every score in memory"
+        )
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise ArgumentError(f"--out {out} cannot be made a folder: {failure.strerror or failure}") from failure
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
+
+
+def _watched(console: Console, size: Size, *, quiet: bool) -> Iterator[Row]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from ..bench.demonstration import cases, inputs, play
+
+    chosen, judge = cases(size.tokens), _Judge()
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
+        bar = progress.add_task("", total=len(chosen))
+        for case in chosen:
+            progress.update(bar, description=f"{case.name}, {case.layout}, {case.schedule}")
+            given = inputs(size, case.dtype)
+            played = play(case, size.ranks, given)
+            yield Row(played, judge.verdicts(played, given))
+            progress.advance(bar)
+
+
+class _Judge:
+    """The float64 definition and its error budgets; a question asked twice is answered once, for it takes long."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Pattern, Any], tuple[Any, dict[str, float]]] = {}
+
+    def verdicts(self, played: Played, given: Inputs) -> list[Verdict]:
+        from ..testing import Verdict, budgets, relative_error
+
+        question = played.case.pattern, played.case.dtype
+        if question not in self._known:
+            q, k, v, dout = given
+            self._known[question] = budgets(q, k, v, played.case.pattern, dout)
+        want, allowed = self._known[question]
+        got = played.answer._asdict()
+        return [Verdict(name, relative_error(got[name], getattr(want, name)), allowed[name]) for name in got]
+
+
+# ------------------------------------------------------------------------------------------------ pictures
+
+
+def _draw(out: Path) -> tuple[list[Path], str | None]:
+    """The pictures' paths, and why there are none: the numbers do not wait for a plotting library."""
+    from ..bench.pictures import draw_didactic_tiles
+
+    try:
+        return draw_didactic_tiles(out), None
+    except LongringError as failure:
+        return [], str(failure)
+
+
+# ------------------------------------------------------------------------------------------------ judgement
+
+
+def _faults(rows: list[Row]) -> list[str]:
+    """What is wrong, in words; nothing if all is well."""
+    return [f"{_title(row)}: {fault}" for row in rows for fault in _faults_of(row)]
+
+
+def _faults_of(row: Row) -> Iterator[str]:
+    for quantity, error, allowed in row.verdicts:
+        if not error <= allowed:  # nan is a fault too
+            yield f"the relative error of {quantity} is {error:.1e}, and {allowed:.1e} is allowed"
+    if not row.bytes_agree:
+        yield "some rank sent other bytes than predicted"
+
+
+def _title(row: Row) -> str:
+    return "{}, {}, {}".format(*_names(row))
+
+
+def _verdict(rows: list[Row]) -> str:
+    if faults := _faults(rows):
+        return f"WRONG, {len(faults)} fault{'s' if len(faults) > 1 else ''}: " + "; ".join(faults)
+    return (
+        f"All {len(rows)} rows are right: every result and every gradient is within its error budget, "
+        "and every rank sent exactly the bytes predicted."
+    )
+
+
+# ------------------------------------------------------------------------------------------------ printing
+
+
+def _print_report(console: Console, size: Size, rows: list[Row], pictures: list[Path], missing: str | None) -> None:
+    console.print(
+        f"{size.tokens:,} tokens on {size.ranks} virtual ranks, {size.heads} query heads over {size.kv_heads} "
+        f"key/value heads of {size.head_dim}, forward and backward\n"
+    )
+    console.print(_error_table(rows, size.ranks))
+    console.print(_cost_table(rows))
+    console.print(_verdict(rows), style="bold red" if _faults(rows) else "bold green", soft_wrap=True)
+    for path in pictures:
+        console.print(f"picture: {path}", soft_wrap=True)
+    if missing is not None:
+        console.print(f"no pictures: {missing}", markup=False, soft_wrap=True)
+
+
+def _error_table(rows: list[Row], ranks: int) -> Table:
+    table = _table("Relative error against the float64 definition, and how much of the budget the largest uses")
+    for header in ("ranks", "out", "lse", "dq", "dk", "dv", "budget"):
+        table.add_column(header, justify="right")
+    for row in rows:
+        errors = [f"{verdict.error:.1e}" for verdict in row.verdicts]
+        colour = "green" if all(verdict.ok for verdict in row.verdicts) else "bold red"
+        table.add_row(*_names(row), str(ranks), *errors, f"[{colour}]{row.budget_used:.0%}[/]")
+    return table
+
+
+def _cost_table(rows: list[Row]) -> Table:
+    table = _table("Bytes that the fullest rank held at its peak, and that the busiest rank sent")
+    for header in ("held", "of 1 rank", "sent", "predicted"):
+        table.add_column(header, justify="right")
+    table.add_column("equal")
+    for row in rows:
+        played = row.played
+        held, sent, predicted = max(played.peak_bytes), played.bytes_sent, played.bytes_predicted
+        counts = f"{held:,}", f"{played.share_of_one_rank:.0%}", f"{sent:,}", f"{predicted:,}"
+        table.add_row(*_names(row), *counts, "[green]yes[/]" if row.bytes_agree else "[bold red]NO[/]")
+    return table
+
+
+def _table(title: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    look = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0)}
+    table = Table(title=title, title_justify="left", title_style="bold", **look)
+    for header in ("pattern", "schedule", "layout"):
+        table.add_column(header, overflow="fold")
+    return table
+
+
+def _names(row: Row) -> tuple[str, str, str]:
+    case = row.played.case
+    return case.name, case.schedule, case.layout
+
+
+def _as_json(size: Size, rows: list[Row], pictures: list[Path], missing: str | None) -> dict[str, Any]:
+    import torch
+
+    from .. import __version__
+
+    return {
+        "versions": {"longring": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "size": size._asdict(),
+        "rows": [_row_as_json(row) for row in rows],
+        "pictures": [str(path) for path in pictures],
+        "no_pictures": missing,
+        "right": not _faults(rows),
+        "verdict": _verdict(rows),
+    }
+
+
+def _row_as_json(row: Row) -> dict[str, Any]:
+    played, (pattern, schedule, layout) = row.played, _names(row)
+    return {
+        "pattern": pattern,
+        "schedule": schedule,
+        "layout": layout,
+        "dtype": str(played.case.dtype).removeprefix("torch."),
+        "kernel": played.kernel,
+        "ranks": len(played.peak_bytes),
+        "errors": {verdict.quantity: _number(verdict.error) for verdict in row.verdicts},
+        "allowed": {verdict.quantity: _number(verdict.allowed) for verdict in row.verdicts},
+        "peak_bytes": played.peak_bytes,
+        "peak_bytes_alone": played.peak_bytes_alone,
+        "share_of_one_rank": played.share_of_one_rank,
+        "forward": {"bytes_sent": played.forward_bytes, "predicted_bytes": played.forward_predicted},
+        "backward": {"bytes_sent": played.backward_bytes, "predicted_bytes": played.backward_predicted},
+        "bytes_agree": played.bytes_agree,
+        "right": not list(_faults_of(row)),
+    }
+
+
+def _number(x: float) -> float | None:
+    return x if math.isfinite(x) else None  # JSON knows no nan and no infinity
