@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from .geometry.layouts import Shard
 from .kernels.contract import Gradients, Upstream
-from .numerics.online_softmax import Partial
+from .numerics.online_softmax import Partial, accumulator_dtype
 from .schedules.gather import collect, take_rows
 from .transport.contract import Transport
 
@@ -29,11 +29,11 @@ class ExactAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor]:
         total = job.forward(q, k, v)
-        out = total.out.to(q.dtype)  # rounded once, here
-        ctx.save_for_backward(q, k, v, out, total.lse)
+        out, lse = total.out.to(q.dtype), total.lse.to(accumulator_dtype(q.dtype))  # rounded once, here
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         ctx.job = job
-        return out, total.lse
+        return out, lse
 
     @staticmethod
     @once_differentiable

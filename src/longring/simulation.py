@@ -125,7 +125,7 @@ class _AllRanks:
         def program(transport: Loopback) -> tuple[Tensor, Tensor]:
             mine = self._shards(transport.rank, [q], [k, v])
             total = SCHEDULES[self.schedule].forward(self._journey(transport), *mine)
-            return total.out.to(q.dtype), total.lse.mT.contiguous()
+            return total.out.to(q.dtype), total.lse.to(accumulator_dtype(q.dtype)).mT.contiguous()
 
         parts = self._play("forward", program, q)
         out, lse = (q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype)))

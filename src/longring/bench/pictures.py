@@ -14,8 +14,8 @@ from ..geometry.tiles import Tile
 
 Colour = tuple[float, float, float]
 
-# Okabe and Ito's colours, which stay apart for every kind of colour vision; their yellow is too pale on white
-PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
+# Okabe and Ito's colours, which stay apart for every kind of colour vision; a ninth rank begins again
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#F0E442")
 INK = "#333333"
 DONE = "#E9E9E9"
 BACKGROUND = "#FFFFFF"

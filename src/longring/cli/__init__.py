@@ -39,8 +39,9 @@ def longring(
 
 def main() -> None:
     """Run a command. Exit code 2: the arguments were wrong; 1: the result was, or something failed on the way."""
+    _settings["debug"] = False
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="longring", standalone_mode=False)
     except LongringError as failure:
         if _settings["debug"]:
             raise

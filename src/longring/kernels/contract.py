@@ -49,7 +49,7 @@ class Kernel(Protocol):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], *, scale: float, total: Partial | None = None
     ) -> Partial:
-        """Everything the tiles see, merged with `total`, which is used up. In the accumulator dtype."""
+        """Everything the tiles see, merged with `total`, which is used up."""
         ...
 
     def backward(

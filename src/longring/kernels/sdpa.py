@@ -1,10 +1,13 @@
 """PyTorch's own fused attention, through the operations that return an lse and take one in the backward.
 
-On the CPU that is flash-attention-for-CPU. Its traps, and where they are met here: an empty q or k kills
-the process (tiles are never empty); a last dimension with a stride is silently wrong (`_dense_last`); causal
-is aligned to the top left (only squares are causal here); lse = -inf in the backward gives nan and +inf
-gives 0 (`_nothing_to_plus`); a 16-bit backward is ten times slower than float32, and 16-bit partials
-would round at every merge (everything is computed in the accumulator dtype).
+On the CPU that is flash-attention-for-CPU. Its traps, and where they are met here:
+
+- an empty q or k kills the process: tiles are never empty;
+- a last dimension with a stride is silently wrong: `_dense_last`;
+- causal is aligned to the top left, and nan unless the scale is above 0: only squares are causal, `_positive`;
+- lse = -inf in the backward gives nan, and +inf gives 0: `_nothing_to_plus`;
+- a 16-bit backward is ten times slower than float32, and 16-bit partials would round at every merge:
+  everything is computed in the accumulator's dtype.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..geometry.tiles import Tile, without_bands
-from ..numerics.online_softmax import Partial, accumulator_dtype, merge_, nothing_seen
+from ..numerics.online_softmax import Partial, accumulator_dtype, log_dtype, merge_, nothing_seen
 from .contract import Gradients, Upstream, no_gradients
 from .views import stackable, stacked_keys, stacked_queries, stacked_rows
 
@@ -44,7 +47,7 @@ class SdpaKernel:
         pieces = _pieces(tiles)
         if total is None and _is_everything(pieces, q, k):
             out, lse = _attend(q, k, v, pieces[0], scale)
-            return Partial(out.transpose(1, 2), lse.contiguous())
+            return Partial(out.transpose(1, 2), lse.to(log_dtype(q.device), memory_format=torch.contiguous_format))
         total = nothing_seen(q) if total is None else total
         for piece in _portions(pieces, q, k.shape[2]):
             _merge_piece(q, k, v, piece, scale, total)
@@ -96,7 +99,8 @@ def _add_piece(
 def _attend(q: Tensor, k: Tensor, v: Tensor, piece: Tile, scale: float) -> tuple[Tensor, Tensor]:
     flipped = piece.shape == "flipped"
     q_, k_, v_ = _operands(q, k, v, piece)
-    out, lse = _forward(q_, k_, v_, 0.0, piece.shape != "full", scale=scale)
+    sign, scale = _positive(scale)
+    out, lse = _forward(q_ if sign == 1 else sign * q_, k_, v_, 0.0, piece.shape != "full", scale=scale)
     return (out.flip(2), lse.flip(2)) if flipped else (out, lse)
 
 
@@ -105,6 +109,8 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, d, flipped = k.shape[2], q.shape[3], piece.shape == "flipped"
     q_, k_, v_ = _operands(q, k, v, piece)
+    sign, scale = _positive(scale)
+    q_ = q_ if sign == 1 else sign * q_
     dout, out = (_ready(stacked_queries(t, piece, heads), flipped) for t in (upstream.dout, upstream.out))
     lse = _ready(stacked_rows(upstream.lse, piece, heads), flipped)
     if upstream.dlse is not None:
@@ -116,7 +122,14 @@ def _attend_backward(
     if upstream.dlse is not None:
         found = tuple(g[..., :d] for g in found)
     dq, dk, dv = (g.flip(2) for g in found) if flipped else found
-    return dq, dk, dv
+    return (dq if sign == 1 else sign * dq), dk, dv
+
+
+def _positive(scale: float) -> tuple[int, float]:
+    """(sign, a positive scale): the operation's causal mask is -inf times the scale, nan at 0 and +inf below it."""
+    if scale > 0:
+        return 1, scale
+    return (-1, -scale) if scale < 0 else (0, 1.0)
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, piece: Tile) -> tuple[Tensor, Tensor, Tensor]:

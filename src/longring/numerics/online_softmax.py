@@ -12,7 +12,10 @@ from torch import Tensor
 
 
 class Partial(NamedTuple):
-    """Attention over some of the keys; lse = -inf marks a row that has seen none, and its out is 0."""
+    """Attention over some of the keys; lse = -inf marks a row that has seen none, and its out is 0.
+
+    Between merges out is in the accumulator's dtype and lse in `log_dtype`.
+    """
 
     out: Tensor
     lse: Tensor
@@ -23,12 +26,16 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def log_dtype(device: torch.device) -> torch.dtype:
+    """What lse is carried in from merge to merge: rounded to float32 each time, its error would grow with them."""
+    return torch.float32 if device.type == "mps" else torch.float64  # which knows no float64
+
+
 def nothing_seen(q: Tensor) -> Partial:
     """The identity of merging."""
     batch, n, heads, _ = q.shape
-    dtype = accumulator_dtype(q.dtype)
-    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
-    return Partial(out, torch.full((batch, heads, n), -torch.inf, dtype=dtype, device=q.device))
+    out = torch.zeros(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device)
+    return Partial(out, torch.full((batch, heads, n), -torch.inf, dtype=log_dtype(q.device), device=q.device))
 
 
 def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
@@ -37,8 +44,9 @@ def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
     Associative and commutative up to rounding, with (0, -inf) as identity: ring steps, branches,
     documents and split keys may be merged in any order.
     """
+    part_lse = part_lse.to(lse.dtype)
     together = torch.logaddexp(lse, part_lse)
-    unseen = together == -torch.inf  # (-inf) - (-inf) is nan: a row that saw nothing stays zero
-    out.mul_((lse - together).exp_().masked_fill_(unseen, 0.0).unsqueeze(-1))
-    out.add_(part_out.mul_((part_lse - together).exp_().masked_fill_(unseen, 0.0).unsqueeze(-1)))
+    base = together.masked_fill(together == -torch.inf, 0.0)  # (-inf) - (-inf) is nan: who saw nothing weighs 0
+    out.mul_((lse - base).exp_().to(out.dtype).unsqueeze(-1))
+    out.add_(part_out.mul_((part_lse - base).exp_().to(out.dtype).unsqueeze(-1)))
     lse.copy_(together)

@@ -27,7 +27,7 @@ class Journey:
 
 
 class Schedule(NamedTuple):
-    """Forward and backward over the shards of one rank, both in the accumulator dtype."""
+    """Forward and backward over the shards of one rank. Nothing is rounded to the inputs' dtype yet."""
 
     forward: Callable[[Journey, Tensor, Tensor, Tensor], Partial]
     backward: Callable[[Journey, Upstream, Tensor, Tensor, Tensor], Gradients]

@@ -34,7 +34,14 @@ def backward(journey: Journey, upstream: Upstream, q: Tensor, k: Tensor, v: Tens
     return _scattered(journey, found, k)
 
 
-def collect(transport: Transport, local: list[Tensor], shards: tuple[Shard, ...], *, what: str) -> list[Tensor]:
+def collect(
+    transport: Transport,
+    local: list[Tensor],
+    shards: tuple[Shard, ...],
+    *,
+    what: str,
+    timeout: float | None = None,
+) -> list[Tensor]:
     """Whole tensors from every rank's rows of them, [batch, n, ...], in the order of their positions."""
     rank, size, batch = transport.rank, transport.size, local[0].shape[0]
     length = sum(len(r) for shard in shards for r in shard)
@@ -48,7 +55,8 @@ def collect(transport: Transport, local: list[Tensor], shards: tuple[Shard, ...]
         blocks = [x.new_empty(batch, rows, *x.shape[2:]) for x in local]
         sends = [(target, x) for x in mine if x.numel()]
         receives = [(source, x) for x in blocks if x.numel()]
-        return transport.post(sends, receives, what=f"{what}, rows of rank {source}"), blocks, shards[source]
+        pending = transport.post(sends, receives, what=f"{what}, rows of rank {source}", timeout=timeout)
+        return pending, blocks, shards[source]
 
     arriving = ask(1) if size > 1 else None
     for step in range(1, size):
@@ -61,7 +69,7 @@ def collect(transport: Transport, local: list[Tensor], shards: tuple[Shard, ...]
 
 
 def _gathered(journey: Journey, k: Tensor, v: Tensor, *, phase: str) -> list[Tensor]:
-    return collect(journey.transport, [k, v], journey.task.keys.shards, what=phase)
+    return collect(journey.transport, [k, v], journey.task.keys.shards, what=phase, timeout=journey.timeout)
 
 
 def _scattered(journey: Journey, found: Gradients, k: Tensor) -> Gradients:

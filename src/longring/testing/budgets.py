@@ -51,9 +51,12 @@ def budgets(
 ) -> tuple[Result, dict[str, float]]:
     """(the float64 answer, the error allowed for each quantity, relative to its norm)."""
     want = oracle(q, k, v, pattern, dout, dlse, **where)
-    rough = oracle(q, k, v, pattern, dout, dlse, **where, dtype=q.dtype)
+    # float64 cannot be its own yardstick: float32's error, by as much smaller as its rounding is
+    narrow = torch.float32 if q.dtype == torch.float64 else q.dtype
+    finer = torch.finfo(q.dtype).eps / torch.finfo(narrow).eps
+    rough = oracle(q, k, v, pattern, dout, dlse, **where, dtype=narrow)
     wide = accumulator_dtype(q.dtype)
-    if wide != q.dtype:  # lse is kept in the accumulator's dtype whatever the inputs are
+    if wide != q.dtype:  # 16 bits: lse is kept in the accumulator's dtype whatever the inputs are
         rough = rough._replace(lse=oracle(q, k, v, pattern, dout, dlse, **where, dtype=wide).lse)
     terms = magnitudes(q, k, v, pattern, dout, dlse, **where)
     allowed = {}
@@ -61,9 +64,8 @@ def budgets(
         exact, near, large = (getattr(result, name) for result in (want, rough, terms))
         norm = float(_finite(exact).norm())
         dtype = wide if name == "lse" else q.dtype
-        budget = (
-            SLACK * distance(near, exact) + torch.finfo(dtype).eps * norm + torch.finfo(wide).eps * float(large.norm())
-        )
+        rounding = torch.finfo(dtype).eps * norm + torch.finfo(wide).eps * float(large.norm())
+        budget = SLACK * finer * distance(near, exact) + rounding
         allowed[name] = budget / norm if norm else budget
     return want, allowed
 

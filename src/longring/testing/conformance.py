@@ -5,6 +5,7 @@ The function is called on every rank with that rank's part of q, k and v, and mu
     fn(q, k, v, *, group, pattern, layout, length) -> out, or (out, lse)
 
 A case it does not serve it should refuse by raising; what it returns is judged, forward and each gradient.
+Where lse is returned and differentiable, its gradient is part of the question.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..geometry.layouts import Layout, deal
+from ..geometry.layouts import Layout, Shard, deal
 from ..geometry.patterns import Dense, Dilated, Pattern, Problem
 from ..numerics.definition import pair_counts
+from ..numerics.online_softmax import accumulator_dtype
 from ..schedules.gather import place_rows, take_rows
 from ..transport.loopback import run_ranks
 from .budgets import budgets, relative_error
@@ -110,12 +112,13 @@ def conformance(
 ) -> Report:
     """Every case on every layout and number of ranks, and the probes; `run` starts the ranks."""
     report = Report()
+    alone: dict[str, Tensor] = {}
     for case in cases:
         for layout in layouts:
             if layout == "dealt" and case.pattern.documents is None:
                 continue
             for size in ranks:
-                report.findings += _examine(_Trial(fn, case, layout, size, dtype, seed, run))
+                report.findings += _examine(_Trial(fn, case, layout, size, dtype, seed, run), alone)
     return report
 
 
@@ -138,84 +141,127 @@ class _Trial:
     def problem(self) -> Problem:
         return Problem(self.case.batch, self.case.length, self.case.length, self.case.kv_heads, 0)
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def tensors(self) -> _Tensors:
         draw = torch.Generator().manual_seed(self.seed)
         case = self.case
-        shapes = [
-            (case.batch, case.length, heads, case.d) for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads)
-        ]
-        q, k, v, dout = (torch.randn(shape, generator=draw, dtype=torch.float64).to(self.dtype) for shape in shapes)
-        return q, k, v, dout
 
-    def ask(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Result:
-        """The function's answer, put together from all ranks; lse is None where it returns none."""
-        dealt, given = self.dealt, (q, k, v)
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(case.batch, *shape, generator=draw, dtype=torch.float64)
 
-        def program(group: Any) -> list[Tensor | None]:
+        q, dout = (normal(case.length, case.heads, case.d).to(self.dtype) for _ in range(2))
+        k, v = (normal(case.length, case.kv_heads, case.d).to(self.dtype) for _ in range(2))
+        return _Tensors(q, k, v, dout, normal(case.heads, case.length).to(accumulator_dtype(self.dtype)))
+
+    def ask(self, given: _Tensors) -> _Answer:
+        """The function's answer, put together from all ranks."""
+        dealt = self.dealt
+        options = {"pattern": self.case.pattern, "layout": self.layout, "length": self.case.length}
+
+        def program(group: Any) -> _RankAnswer:
             shard = dealt.shards[group.rank]
-            q_, k_, v_ = (take_rows(x, shard).requires_grad_() for x in given)
-            options = {"group": group, "pattern": self.case.pattern, "layout": self.layout, "length": self.case.length}
-            answer = self.fn(q_, k_, v_, **options)
+            q, k, v = (take_rows(x, shard).requires_grad_() for x in given[:3])
+            answer = self.fn(q, k, v, group=group, **options)
             out, lse = answer if isinstance(answer, tuple) else (answer, None)
-            gradients = torch.autograd.grad(out, (q_, k_, v_), take_rows(dout, shard))
-            return [out.detach(), None if lse is None else lse.detach().mT, *gradients]
+            outputs, upstream = [out], [take_rows(given.dout, shard)]
+            if lse is not None and lse.requires_grad:
+                outputs.append(lse)
+                upstream.append(take_rows(given.dlse.mT, shard).mT)
+            gradients = torch.autograd.grad(outputs, (q, k, v), upstream)
+            return _RankAnswer(out.detach(), None if lse is None else lse.detach().mT, gradients, len(outputs) > 1)
 
-        parts = self.run(self.size, program)
-        whole = [torch.full_like(x, torch.nan) for x in (q, q, k, v)]
-        for part, shard in zip(parts, dealt.shards, strict=True):
-            place_rows(whole, [part[0], *part[2:]], shard)
-        return Result(whole[0], self._whole_lse(parts), *whole[1:])  # type: ignore[arg-type]
+        answers = self.run(self.size, program)
+        shards = dealt.shards
+        out = _put_together(given.q, [answer.out for answer in answers], shards)
+        gradients = [
+            _put_together(x, [answer.gradients[i] for answer in answers], shards) for i, x in enumerate(given[:3])
+        ]
+        lses = [answer.lse for answer in answers if answer.lse is not None]
+        lse = _put_together(given.dlse.mT, lses, shards).mT if len(lses) == self.size else None
+        return _Answer(out, lse, *gradients, with_dlse=all(answer.with_dlse for answer in answers))
 
-    def _whole_lse(self, parts: list[list[Tensor]]) -> Tensor | None:
-        if any(part[1] is None for part in parts):
-            return None
-        whole = parts[0][1].new_empty(self.case.batch, self.case.length, self.case.heads)
-        for part, shard in zip(parts, self.dealt.shards, strict=True):
-            place_rows([whole], [part[1]], shard)
-        return whole.mT
+    def counts(self) -> Tensor:
+        """[batch, heads, n, n]"""
+        return pair_counts(self.case.pattern, self.problem).repeat_interleave(self.case.heads // self.case.kv_heads, 1)
 
     def finding(self, quantity: str, error: float, allowed: float, message: str = "") -> Finding:
         status = "exact" if error <= allowed else "wrong"
         return Finding(self.case.name, self.layout, self.size, quantity, status, error, allowed, message)
 
 
-def _examine(trial: _Trial) -> list[Finding]:
-    q, k, v, dout = trial.tensors()
+class _Tensors(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+
+
+class _RankAnswer(NamedTuple):
+    out: Tensor
+    lse: Tensor | None
+    gradients: tuple[Tensor, ...]
+    with_dlse: bool
+
+
+class _Answer(NamedTuple):
+    out: Tensor
+    lse: Tensor | None
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    with_dlse: bool
+
+
+def _put_together(like: Tensor, parts: list[Tensor], shards: tuple[Shard, ...]) -> Tensor:
+    """The whole tensor; nan where no rank gave anything."""
+    whole = torch.full_like(like, torch.nan, dtype=parts[0].dtype, memory_format=torch.contiguous_format)
+    for part, shard in zip(parts, shards, strict=True):
+        place_rows([whole], [part], shard)
+    return whole
+
+
+def _examine(trial: _Trial, alone: dict[str, Tensor]) -> list[Finding]:
+    """`alone` keeps the first answer of each case, with which those of other numbers of ranks must agree."""
+    given = trial.tensors()
     try:
-        got = trial.ask(q, k, v, dout)
-    except Exception as error:  # any refusal is a finding, whatever the library under test raises
+        got = trial.ask(given)
+    except Exception as error:  # any refusal is a finding, whatever the function under test raises
         message = f"{type(error).__name__}: {error}".splitlines()[0]
         return [Finding(trial.case.name, trial.layout, trial.size, "all", "refused", torch.nan, torch.nan, message)]
-    want, allowed = budgets(q, k, v, trial.case.pattern, dout)
+    dlse = given.dlse if got.with_dlse else None
+    want, allowed = budgets(given.q, given.k, given.v, trial.case.pattern, given.dout, dlse)
     findings = [
         trial.finding(name, relative_error(getattr(got, name), getattr(want, name)), allowed[name])
         for name in Result._fields
         if getattr(got, name) is not None
     ]
-    return [*findings, _ones_give_ones(trial, allowed["out"]), _edits_stay(trial, got, allowed["out"])]
+    first = alone.setdefault(trial.case.name, got.out)
+    findings.append(
+        trial.finding("probe: any number of ranks", relative_error(got.out, first), allowed["out"], "depends on ranks")
+    )
+    return [*findings, _ones_give_ones(trial, allowed["out"]), _edits_stay(trial, got.out, allowed["out"])]
 
 
 def _ones_give_ones(trial: _Trial, allowed: float) -> Finding:
     """Weights sum to one: where v is 1 and a row sees anything, out is 1; where it sees nothing, 0."""
-    q, k, v, dout = trial.tensors()
-    got = trial.ask(q, k, torch.ones_like(v), dout).out
-    sees = pair_counts(trial.case.pattern, trial.problem).any(-1).transpose(1, 2)
-    want = sees.repeat_interleave(q.shape[2] // k.shape[2], 2).unsqueeze(-1).expand(q.shape)
-    return trial.finding("probe: v = 1", relative_error(got, want), allowed, "weights do not sum to one")
+    given = trial.tensors()
+    got = trial.ask(given._replace(v=torch.ones_like(given.v))).out
+    sees = trial.counts().any(-1).transpose(1, 2).unsqueeze(-1)
+    message = "weights do not sum to one"
+    return trial.finding("probe: v = 1", relative_error(got, sees.expand(got.shape)), allowed, message)
 
 
-def _edits_stay(trial: _Trial, before: Result, allowed: float) -> Finding:
+def _edits_stay(trial: _Trial, before: Tensor, allowed: float) -> Finding:
     """One token edited: rows that do not see it stay, so a causal row never learns of the future."""
-    q, k, v, dout = trial.tensors()
+    given = trial.tensors()
     token = 2 * trial.case.length // 3
-    k, v = k.clone(), v.clone()
+    k, v = given.k.clone(), given.v.clone()
     k[:, token] += 3.0
     v[:, token] -= 3.0
-    after = trial.ask(q, k, v, dout).out
-    sees = pair_counts(trial.case.pattern, trial.problem)[..., token] > 0
-    blind = ~sees.transpose(1, 2).repeat_interleave(q.shape[2] // k.shape[2], 2)
-    moved = relative_error(after[blind], before.out[blind])
+    after = trial.ask(given._replace(k=k, v=v)).out
+    blind = (trial.counts()[..., token] == 0).transpose(1, 2)
     message = f"editing token {token} moved rows that do not see it"
+    moved = relative_error(after[blind], before[blind])
     return trial.finding("probe: one token edited", moved, allowed, message)
 
 

@@ -23,6 +23,11 @@ class Ledger(TorchDispatchMode):
         self.live_bytes = 0
         self.peak_bytes = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and the guard against it costs more than the counting."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if _makes_new_storage(func):

@@ -1,0 +1,14 @@
+"""Standing here, this file puts tests/ on the import path, so that every test can `import strategies`."""
+
+import os
+
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)  # tensors are tiny: threads that wait for each other on a busy machine cost a tenfold
+
+# One settled set of examples keeps main green or red for a reason; HYPOTHESIS_PROFILE=search looks further.
+_common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+settings.register_profile("settled", derandomize=True, max_examples=50, **_common)
+settings.register_profile("search", max_examples=5000, **_common)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "settled"))

@@ -1,0 +1,142 @@
+"""One suite over every kernel: any list of tiles, forward and backward, is what the definition says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longring.geometry.itinerary import tiles_between
+from longring.geometry.tiles import Tile
+from longring.kernels.contract import Upstream
+from longring.kernels.select import KERNELS
+from longring.numerics.online_softmax import accumulator_dtype, nothing_seen
+from longring.testing import Result, judge, oracle
+from longring.testing.budgets import distance
+from strategies import tasks
+
+every_kernel = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+small_tasks = tasks(lengths=st.integers(1, 30), max_ranks=1)
+
+
+def tensors(problem, share=1, d=4, dtype=torch.float64, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    batch, heads = problem.batch, problem.kv_heads * share
+    shapes = [(batch, problem.n_q, heads, d), *[(batch, problem.n_k, problem.kv_heads, d)] * 2]
+    q, k, v = (torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes)
+    dout = torch.randn(q.shape, generator=draw, dtype=torch.float64).to(dtype)
+    dlse = torch.randn(batch, heads, problem.n_q, generator=draw, dtype=torch.float64).to(accumulator_dtype(dtype))
+    return q, k, v, dout, dlse
+
+
+def run(kernel, q, k, v, tiles, dout, dlse, scale=0.5):
+    total = kernel.forward(q, k, v, tiles, scale=scale) if tiles else nothing_seen(q)
+    out, lse = total.out.to(q.dtype), total.lse.to(accumulator_dtype(q.dtype))
+    gradients = [torch.zeros(x.shape, dtype=torch.float64) for x in (q, k, v)]
+    if tiles:
+        gradients = kernel.backward(Upstream(dout, dlse, out, lse), q, k, v, tiles, scale=scale)
+    return Result(out, lse, *gradients)
+
+
+def whole(task) -> tuple[Tile, ...]:
+    return tiles_between(task, 0, 0)
+
+
+@every_kernel
+@settings(max_examples=40)
+@given(task=small_tasks, share=st.integers(1, 3), with_dlse=st.booleans())
+def test_every_task_equals_the_definition(kernel, task, share, with_dlse):
+    q, k, v, dout, dlse = tensors(task.problem, share)
+    dlse = dlse if with_dlse else None
+    got = run(kernel, q, k, v, whole(task), dout, dlse)
+    want = oracle(q, k, v, task.pattern, dout, dlse, scale=0.5, query_offset=task.problem.offset)
+    for name in Result._fields:
+        assert distance(getattr(got, name), getattr(want, name)) < 1e-11, name
+
+
+@every_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@settings(max_examples=15)
+@given(task=small_tasks, share=st.integers(1, 2))
+def test_narrow_dtypes_keep_their_budget(kernel, dtype, task, share):
+    q, k, v, dout, dlse = tensors(task.problem, share, dtype=dtype)
+    got = run(kernel, q, k, v, whole(task), dout, dlse)
+    where = {"scale": 0.5, "query_offset": task.problem.offset}
+    verdicts = judge(got, q, k, v, task.pattern, dout, dlse, **where)
+    assert all(verdict.ok for verdict in verdicts), verdicts
+
+
+@every_kernel
+@settings(max_examples=20)
+@given(task=small_tasks, cut=st.integers(0, 30))
+def test_tiles_may_come_in_several_lists(kernel, task, cut):
+    """A schedule hands over a stop's tiles at a time: totals carry from call to call."""
+    q, k, v, dout, dlse = tensors(task.problem)
+    tiles = whole(task)
+    lists = [part for part in (tiles[:cut], tiles[cut:]) if part]
+    total, gradients = None, None
+    for part in lists:
+        total = kernel.forward(q, k, v, part, scale=0.5, total=total)
+    want = run(kernel, q, k, v, tiles, dout, dlse)
+    if total is None:
+        return
+    for part in lists:
+        gradients = kernel.backward(Upstream(dout, dlse, *total), q, k, v, part, scale=0.5, total=gradients)
+    for name, got in zip(Result._fields, (*total, *gradients), strict=True):
+        assert distance(got, getattr(want, name)) < 1e-11, name
+
+
+@every_kernel
+def test_views_of_any_stride_are_read_in_place(kernel):
+    """Packed qkv, heads first, and a last dimension with a stride, where a fused kernel goes wrong silently."""
+    torch.manual_seed(0)
+    square = [Tile(range(2), range(3), range(20), range(20), None, 0)]
+    packed = torch.randn(2, 20, 3, 3, 8, dtype=torch.float64)
+    heads_first = torch.randn(3, 2, 3, 20, 8, dtype=torch.float64)
+    strided = torch.randn(3, 2, 20, 3, 16, dtype=torch.float64)[..., ::2]
+    for q, k, v in (packed.unbind(2), heads_first.transpose(2, 3).unbind(0), strided.unbind(0)):
+        dout, dlse = torch.randn_like(q), torch.randn(2, 3, 20, dtype=torch.float64)
+        got = run(kernel, q, k, v, square, dout, dlse)
+        want = run(kernel, *(x.contiguous() for x in (q, k, v)), square, dout.contiguous(), dlse)
+        for name in Result._fields:
+            assert distance(getattr(got, name), getattr(want, name)) < 1e-12, name
+
+
+@every_kernel
+def test_long_tiles_are_cut_without_a_trace(kernel):
+    """Beyond every block size inside a kernel, with a remainder."""
+    torch.manual_seed(0)
+    n, left = 1300, 700
+    tile = Tile(range(1), range(2), range(n), range(n), -left, 0)
+    q, k, v, dout = (torch.randn(1, n, 2, 4, dtype=torch.float64) for _ in range(4))
+    got = run(kernel, q, k, v, [tile], dout, None)
+    from longring.geometry.patterns import Dense
+
+    want = oracle(q, k, v, Dense(causal=True, window=(left, 0)), dout, scale=0.5)
+    for name in Result._fields:
+        assert distance(getattr(got, name), getattr(want, name)) < 1e-10, name
+
+
+@every_kernel
+def test_the_same_bits_every_time(kernel):
+    torch.manual_seed(0)
+    tile = [Tile(range(1), range(4), range(300), range(300), None, 0)]
+    q, k, v, dout = (torch.randn(1, 300, 4, 16) for _ in range(4))
+    first, second = (run(kernel, q, k, v, tile, dout, None) for _ in range(2))
+    for name in Result._fields:
+        assert torch.equal(getattr(first, name), getattr(second, name)), name
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("where", ["k", "v"])
+def test_the_reference_keeps_poison_to_the_rows_that_see_it(poison, where):
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 12, 1, 4, dtype=torch.float64) for _ in range(4))
+    tile = [Tile(range(1), range(1), range(12), range(12), None, 0)]
+    clean = run(KERNELS["reference"], q, k, v, tile, dout, None)
+    {"k": k, "v": v}[where][0, 7] = poison
+    got = run(KERNELS["reference"], q, k, v, tile, dout, None)
+    assert torch.equal(got.out[:, :7], clean.out[:, :7])
+    assert torch.equal(got.dq[:, :7], clean.dq[:, :7])
+    assert not got.out[:, 7:].isfinite().all(-1).any()

@@ -1,0 +1,72 @@
+from itertools import pairwise
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from longring.geometry.ranges import as_ranges, chain, cut, meet, moved, strands, united
+from strategies import ranges, steps
+
+rising = st.sets(st.integers(-20, 60)).map(sorted)
+
+
+@given(st.integers(0, 100), st.integers(1, 20))
+def test_cut_makes_consecutive_pieces_of_which_the_first_are_one_longer(length, parts):
+    pieces = cut(length, parts)
+    size, longer = divmod(length, parts)
+    assert [position for piece in pieces for position in piece] == list(range(length))
+    assert [len(piece) for piece in pieces] == [size + 1] * longer + [size] * (parts - longer)
+
+
+@given(ranges(), ranges())
+@example(range(0, 50, 6), range(20, 50, 4))  # both progressions meet before the second begins
+def test_meet_is_the_intersection(a, b):
+    assert list(meet(a, b)) == sorted(set(a) & set(b))
+
+
+@given(ranges(), st.integers(-30, 30))
+def test_moved_moves_every_position(r, by):
+    assert list(moved(r, by)) == [position + by for position in r]
+
+
+@given(ranges(), steps)
+def test_strands_unravel_a_range(r, times):
+    parts = strands(r, r.step * times)
+    assert sorted(position for part in parts for position in part) == list(r)
+    assert all(len(part) and (len(part) == 1 or part.step == r.step * times) for part in parts)
+
+
+@given(st.lists(ranges(), max_size=4))
+def test_chain_runs_through_its_parts_or_is_none(parts):
+    flat = [position for part in parts for position in part]
+    found = chain(parts)
+    if found is not None:
+        assert list(found) == flat
+    else:
+        assert not flat or len({b - a for a, b in pairwise(flat)}) != 1 or flat[1] < flat[0] + 1
+
+
+@given(ranges().filter(len), st.lists(st.integers(0, 30), max_size=3))
+def test_chain_joins_what_was_cut(r, places):
+    places = sorted({place for place in places if place < len(r)} | {0})
+    parts = [r[a:b] for a, b in pairwise([*places, len(r)])]
+    assert list(chain(parts) or []) == list(r)
+
+
+@given(rising)
+def test_as_ranges_loses_and_invents_nothing(positions):
+    assert [position for r in as_ranges(positions) for position in r] == positions
+
+
+def test_as_ranges_sees_a_progression_behind_a_lone_position():
+    assert as_ranges([0, 5, 6, 7, 8]) == (range(1), range(5, 9))
+    assert as_ranges([1, 3, 5, 7]) == (range(1, 8, 2),)
+
+
+@given(st.lists(ranges(), max_size=5))
+def test_united_has_each_position_once_and_rises(parts):
+    assert [position for r in united(parts) for position in r] == sorted(set().union(*parts))
+
+
+def test_united_intervals_stay_intervals():
+    assert united([range(4, 9), range(2), range(2, 5)]) == (range(9),)
+    assert united([range(4, 6), range(2)]) == (range(2), range(4, 6))

@@ -1,0 +1,75 @@
+import pytest
+
+from longring.geometry.itinerary import Task
+from longring.geometry.layouts import LAYOUTS, deal
+from longring.geometry.patterns import Dense, Dilated, Problem
+from longring.plan.choose import choose_layout, choose_schedule
+from longring.plan.traffic import forward_bytes
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layout"),
+    [
+        (Dense(), "zigzag"),
+        (Dense(causal=False), "contiguous"),
+        (Dense(window=(250, 0)), "contiguous"),  # a quarter of 1,000
+        (Dense(window=(251, 0)), "zigzag"),
+        (Dense(window=(None, 0)), "zigzag"),
+        (Dense(causal=False, window=(100, 100)), "contiguous"),
+        (Dense(causal=False, window=(900, 900)), "contiguous"),
+        (Dense(documents=[0, 400, 1000]), "dealt"),
+        (Dense(lengths=[1000]), "zigzag"),
+        (Dilated([64], [2]), "contiguous"),
+        (Dilated([64], [2], documents=[0, 400, 1000]), "contiguous"),
+    ],
+)
+def test_layouts_follow_the_pattern(pattern, layout):
+    assert choose_layout(pattern, 1000)[0] == layout
+
+
+def chosen(pattern, ranks, layout="contiguous", length=64):
+    dealt = deal(layout, length, ranks, documents=pattern.documents)
+    task = Task(pattern, Problem(1, length, length, 1, 0), dealt, dealt)
+    return (*choose_schedule(task), task)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "schedule"),
+    [
+        (Dense(), "ring"),
+        (Dense(causal=False), "ring"),
+        (Dense(window=(4, 0)), "exchange"),
+        (Dense(documents=[0, 8, 20, 64]), "exchange"),
+        (Dilated([8, 16], [1, 2]), "exchange"),
+    ],
+)
+def test_schedules_follow_what_moves(pattern, schedule):
+    assert chosen(pattern, 4)[0] == schedule
+
+
+def test_one_rank_needs_no_schedule():
+    assert chosen(Dense(window=(4, 0)), 1)[:2] == ("ring", "one rank holds everything, and nothing moves")
+
+
+def test_a_window_as_wide_as_the_sequence_is_a_ring():
+    """Every key would travel to every rank directly, as many rows as in a ring."""
+    assert chosen(Dense(causal=False, window=(64, 64)), 4)[0] == "ring"
+
+
+def test_the_choice_moves_the_fewest_rows_on_the_busiest_rank_and_says_how_many():
+    name, reason, task = chosen(Dense(window=(4, 0)), 4)
+    assert name == "exchange"
+    assert reason == "the busiest rank sends 4 needed vectors, and 48 in a ring"
+    sent = {
+        schedule: max(forward_bytes(task, schedule, rank, head_dim=1, itemsize=1) for rank in range(4))
+        for schedule in ("ring", "exchange")
+    }
+    assert sent == {"ring": 96, "exchange": 8}
+
+
+@pytest.mark.parametrize("pattern", [Dense(), Dense(window=(3, 0)), Dilated([8], [2]), Dense(documents=[0, 9, 64])])
+def test_every_choice_has_a_reason(pattern):
+    layout, why_layout = choose_layout(pattern, 64)
+    assert layout in LAYOUTS
+    assert len(why_layout.split()) > 3
+    assert len(chosen(pattern, 4, layout)[1].split()) > 3

@@ -1,0 +1,103 @@
+"""Memory, read off the allocator's events, workspaces included: no score matrix, and a ring that holds 1/p."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+import longring as lr
+from longring.bench.memory import measured_peak
+from longring.testing import run_ranks
+
+N, HEADS, D = 16384, 8, 64
+Q_BYTES = N * HEADS * D * 4
+
+
+@pytest.fixture(autouse=True)
+def _all_cores():
+    """These tensors are large."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tensors(n):
+    return [torch.randn(1, n, HEADS, D).requires_grad_() for _ in range(3)]
+
+
+def test_forward_and_backward_hold_a_few_times_the_queries():
+    """A score matrix alone would be 256 times the bytes of q."""
+    with measured_peak() as peak:
+        q, k, v = tensors(N)
+        out = lr.attention(q, k, v)
+        out.backward(torch.ones_like(out))
+    assert peak.bytes < 12 * Q_BYTES
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [lr.Dilated([512, 1024, 4096], [1, 2, 4]), lr.Dense(causal=True, window=(300, 0))],
+    ids=["dilated", "window"],
+)
+def test_branches_and_bands_hold_no_more(pattern):
+    n = 4096
+    with measured_peak() as peak:
+        q, k, v = tensors(n)
+        out = lr.attention(q, k, v, pattern=pattern)
+        out.backward(torch.ones_like(out))
+    assert peak.bytes < 12 * q.nbytes
+
+
+def test_the_reference_kernel_never_holds_a_score_matrix():
+    n = 4096
+    with measured_peak() as peak:
+        q, k, v = (torch.randn(1, n, 2, 16).requires_grad_() for _ in range(3))
+        out = lr.attention(q, k, v, kernel="reference")
+        out.backward(torch.ones_like(out))
+    assert peak.bytes < n * n * 4  # of one head, and there are two
+
+
+def ring_state(p, watched):
+    """(forward, backward) bytes that one rank of a ring holds, its own shards included."""
+
+    def program(group):
+        s = lr.Sharding(N, group, "zigzag")
+        if group.rank != watched:
+            out = lr.ring_attention(*tensors(s.local_length), sharding=s)
+            out.backward(torch.ones_like(out))
+            return None
+        with measured_peak() as forward:
+            q, k, v = tensors(s.local_length)
+            out, lse = lr.ring_attention(q, k, v, sharding=s, return_lse=True)
+        dout = torch.ones_like(out)
+        with measured_peak() as backward:
+            out.backward(dout)
+        held = sum(x.nbytes for x in (q, k, v, out, lse, dout))
+        return forward.bytes, held + backward.bytes
+
+    return run_ranks(p, program)[watched]
+
+
+@pytest.mark.filterwarnings("ignore:.*External init callback.*")
+def test_a_ring_holds_its_share_and_two_blocks():
+    """At p = 8: below 1.3 / 8 of one rank's state, plus two K/V blocks, and two of float32 dK/dV in the backward."""
+    alone = ring_state(1, 0)
+    block = 2 * Q_BYTES // 8
+    for watched in (0, 5):
+        forward, backward = ring_state(8, watched)
+        assert forward < 1.3 / 8 * alone[0] + 2 * block
+        assert backward < 1.3 / 8 * alone[1] + 2 * block + 2 * block
+
+
+def test_the_ledger_agrees_with_the_allocator():
+    """What `simulate` reports is what the allocator saw, but for workspaces inside a kernel."""
+    q, k, v = (x.detach() for x in tensors(2048))
+    sim = lr.simulate(q, k, v, ranks=1)
+    with measured_peak() as peak:
+        keep = [x.clone() for x in (q, k, v)]
+        out, lse = lr.attention(*keep, return_lse=True)
+        del out, lse
+    assert sim.peak_bytes[0] == pytest.approx(peak.bytes, rel=0.15)
