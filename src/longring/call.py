@@ -81,7 +81,8 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options)
     where = f"rank {transport.rank}: " if transport.size > 1 else ""
     check_tensors(q, k, v, where)
     queries, keys = _shardings(q, k, options, where)
-    problem = Problem(q.shape[0], queries.length, keys.length, k.shape[2], _offset(options, queries, keys))
+    offset = check_offset(options.query_offset, queries.length, keys.length)
+    problem = Problem(q.shape[0], queries.length, keys.length, k.shape[2], offset)
     check_pattern(pattern, problem)
     task = Task(pattern, problem, queries.dealt, keys.dealt)
     kernel, kernel_choice = choose_kernel(options.kernel, q, k, options.deterministic)
@@ -147,6 +148,8 @@ def _shardings(q: Tensor, k: Tensor, options: Options, where: str) -> tuple[Shar
         raise ArgumentError(f"{where}sharding already says group and layout; pass it, or them, not both")
     queries = options.sharding
     keys = queries if options.kv_sharding is None else options.kv_sharding
+    if not isinstance(keys, Sharding):
+        raise ArgumentError(f"{where}kv_sharding must be a longring.Sharding, got {keys!r}")
     if keys.ranks != queries.ranks or keys.rank != queries.rank:
         raise LayoutError(
             f"{where}kv_sharding is over {keys.ranks} ranks and sharding over {queries.ranks}; use one group"
@@ -183,10 +186,10 @@ def _alone(length: int) -> Sharding:
     return Sharding(length, layout="contiguous")
 
 
-def _offset(options: Options, queries: Sharding, keys: Sharding) -> int:
-    offset = options.query_offset
+def check_offset(offset: int | None, n_q: int, n_k: int) -> int:
+    """By default the last query meets the last key."""
     if offset is None:
-        return keys.length - queries.length
+        return n_k - n_q
     if not isinstance(offset, int) or isinstance(offset, bool):
         raise ArgumentError(f"query_offset must be a whole number, got {offset!r}")
     return offset
@@ -248,7 +251,10 @@ def check_scale(scale: float | None, q: Tensor) -> float:
 
 
 def check_timeout(timeout: float | None) -> float | None:
-    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0):
+    if timeout is None:
+        return None
+    is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if not is_number or not 0 < timeout < math.inf:
         raise ArgumentError(f"timeout must be a positive number of seconds, or None; got {timeout!r}")
     return timeout
 

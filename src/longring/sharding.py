@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .autograd import GatherShards, TakeShard
-from .errors import ArgumentError, LayoutError
+from .errors import ArgumentError, LayoutError, PatternError
 from .geometry.layouts import LAYOUTS, Layout, Shard, deal, from_ranges
 from .geometry.patterns import Pattern, clean_documents
 from .plan.choose import choose_layout
@@ -41,12 +41,21 @@ class Sharding:
     shards: tuple[Shard, ...] = ()  # who holds what, by rank; computed, or stated with `from_ranges`
 
     def __post_init__(self) -> None:
-        documents = clean_documents(self.documents)
-        object.__setattr__(self, "documents", documents)
-        if self.layout != "ranges":
+        object.__setattr__(self, "documents", clean_documents(self.documents))
+        if self.pattern is not None and not isinstance(self.pattern, Pattern):
+            raise PatternError(f"pattern must be longring.Dense(...) or longring.Dilated(...), got {self.pattern!r}")
+        if self.shards:
+            self._check_ranges()
+        else:
             object.__setattr__(self, "layout", self._named_layout())
             object.__setattr__(self, "shards", self._deal().shards)
-        elif len(self.shards) != self.ranks:
+
+    def _check_ranges(self) -> None:
+        if self.layout != "ranges" or from_ranges(self.shards).length != self.length:
+            raise LayoutError(
+                f"shards state a layout of their own, got layout {self.layout!r}; use Sharding.from_ranges"
+            )
+        if len(self.shards) != self.ranks:
             raise LayoutError(f"shards name {len(self.shards)} ranks, but the group has {self.ranks}")
 
     @classmethod
@@ -98,7 +107,7 @@ class Sharding:
         return function.apply(rows, alone, self.shards, self.rank).squeeze(0).movedim(0, dim)
 
     def _check(self, x: Tensor, dim: int, want: int, what: str) -> None:
-        if not isinstance(x, Tensor) or not -x.ndim <= dim < x.ndim:
+        if not isinstance(x, Tensor) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
             raise ArgumentError(f"rank {self.rank}: x must be a tensor with a dimension {dim}, got {_spoken(x)}")
         if x.shape[dim] != want:
             raise LayoutError(
@@ -111,13 +120,15 @@ class Sharding:
             if self.pattern is None:
                 raise LayoutError("layout='auto' needs pattern=..., to see what the tokens will be used for")
             return choose_layout(self.pattern, self.length)[0]
-        if self.layout not in LAYOUTS:
+        if not isinstance(self.layout, str) or self.layout not in LAYOUTS:
             raise LayoutError(f"layout must be one of auto, {', '.join(LAYOUTS)}; got {self.layout!r}")
         return self.layout
 
     def _deal(self) -> Layout:
         documents = self.documents
-        if documents is None and self.pattern is not None:
+        if self.pattern is not None:
+            if documents not in (None, self.pattern.documents):
+                raise LayoutError(f"documents are {documents}, but those of the pattern {self.pattern.documents}")
             documents = self.pattern.documents
         elif documents is not None and self.layout != "dealt":
             raise LayoutError(f"layout {self.layout!r} does not look at documents; give them to the pattern alone")

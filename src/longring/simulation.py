@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from .autograd import ExactAttention
-from .call import Choice, check_pattern, check_scale, check_tensors, choose_kernel, make_journey, pick_schedule
+from .call import (
+    Choice,
+    check_offset,
+    check_pattern,
+    check_scale,
+    check_tensors,
+    choose_kernel,
+    make_journey,
+    pick_schedule,
+    refuse_unbuilt,
+)
 from .errors import ArgumentError
 from .geometry.itinerary import Task
 from .geometry.layouts import Layout, Shard, deal
@@ -81,16 +91,18 @@ def simulate(
     kernel: str = "auto",
     query_offset: int | None = None,
     scale: float | None = None,
+    **not_built: Any,
 ) -> Simulation:
     """`attention` of whole tensors, computed by `ranks` virtual ranks that exchange real messages.
 
     Queries and keys are dealt by `layout` ("auto" looks at the pattern). Each rank has tensors of its own,
     so that what it holds can be counted as on a machine of its own.
     """
+    refuse_unbuilt("simulate", not_built)
     check_tensors(q, k, v)
     if q.shape[1] == 0 or k.shape[1] == 0:
         raise ArgumentError(f"q and k need at least one token, got {q.shape[1]} and {k.shape[1]}")
-    offset = k.shape[1] - q.shape[1] if query_offset is None else query_offset
+    offset = check_offset(query_offset, q.shape[1], k.shape[1])
     problem = Problem(q.shape[0], q.shape[1], k.shape[1], k.shape[2], offset)
     check_pattern(pattern, problem)
     name = choose_layout(pattern, problem.n_k)[0] if layout == "auto" else layout

@@ -78,19 +78,7 @@ def test_runs_of_mixed_layouts_are_exact_over_40_ranks(names, window, lengths):
         assert [at_rank(runs, source) for source in range(40)] == [tiles_between(task, target, s) for s in range(40)]
 
 
-@pytest.mark.parametrize(
-    "offset",
-    [
-        0,
-        pytest.param(
-            2,
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="the square of equal positions is then not at the rank's own keys, where runs are split",
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("offset", [0, 2])
 def test_runs_tell_the_square_of_equal_positions_from_tiles_that_look_like_it(offset):
     """Each half of the sequence striped: over earlier ranks' keys the pieces have the limits of one's own."""
     halves = from_ranges([[range(rank, 8, 4), range(8 + rank, 16, 4)] for rank in range(4)])

@@ -310,7 +310,6 @@ def test_the_ledger_counts_views_and_in_place_results_once():
         assert ledger.live_bytes == 0
 
 
-@pytest.mark.xfail(strict=True, reason="aten::_unsafe_view shares a storage, but its schema does not say so")
 def test_the_ledger_counts_a_reshaped_copy_and_a_product_once():
     """Inside, they are a new storage and a view of it that does not say so."""
     with Ledger() as ledger:

@@ -70,31 +70,38 @@ def _tiles(task: Task, queries: Shard, keys: Shard) -> tuple[Tile, ...]:
 @lru_cache(maxsize=1024)
 def runs_over_sources(task: Task, target: int) -> tuple[Run, ...]:
     """What `target` computes with the keys of every rank, as runs of ranks."""
-    return tuple(_runs(task, task.keys, target, lambda source: (target, source)))
+    twin = _twin(task.queries.shards[target], task.keys, task.problem.offset)
+    return tuple(_runs(task, task.keys, twin, lambda source: (target, source)))
 
 
 @lru_cache(maxsize=1024)
 def runs_over_targets(task: Task, source: int) -> tuple[Run, ...]:
     """What every rank computes with the keys of `source`, as runs of ranks."""
-    return tuple(_runs(task, task.queries, source, lambda target: (target, source)))
+    twin = _twin(task.keys.shards[source], task.queries, -task.problem.offset)
+    return tuple(_runs(task, task.queries, twin, lambda target: (target, source)))
 
 
 def at_rank(runs: tuple[Run, ...], rank: int) -> tuple[Tile, ...]:
     return runs[bisect_right(runs, rank, key=lambda run: run.ranks.start) - 1].tiles
 
 
-def _runs(task: Task, layout: Layout, own: int, pair: Callable[[int], tuple[int, int]]) -> Iterator[Run]:
+def _twin(shard: Shard, layout: Layout, shift: int) -> int | None:
+    """The one rank that could hold the very positions of the shard, which make one square instead of several tiles."""
+    return layout.rank_starting_at.get(shard[0].start + shift) if shard else None
+
+
+def _runs(task: Task, layout: Layout, twin: int | None, pair: Callable[[int], tuple[int, int]]) -> Iterator[Run]:
     if task.pattern.only_limits is None:
         for rank in range(layout.ranks):
             yield Run(range(rank, rank + 1), tiles_between(task, *pair(rank)))
         return
     for family in layout.families:
-        for ranks in _split_at(family, own):  # a rank's own keys make one square, where the layouts agree
+        for ranks in _split_at(family, twin):
             yield from _runs_in_family(task, ranks, pair)
 
 
-def _split_at(family: range, rank: int) -> list[range]:
-    if rank not in family:
+def _split_at(family: range, rank: int | None) -> list[range]:
+    if rank is None or rank not in family:
         return [family]
     parts = range(family.start, rank), range(rank, rank + 1), range(rank + 1, family.stop)
     return [part for part in parts if part]

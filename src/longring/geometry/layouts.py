@@ -53,6 +53,11 @@ class Layout:
                 found.append(range(rank, rank + 1))
         return tuple(found)
 
+    @cached_property
+    def rank_starting_at(self) -> dict[int, int]:
+        """By its first position, the rank that holds it."""
+        return {shard[0].start: rank for rank, shard in enumerate(self.shards) if shard}
+
     def _continues(self, family: range, rank: int) -> bool:
         before, here = self.shards[rank - 1], self.shards[rank]
         if len(before) != len(here):
@@ -74,7 +79,7 @@ class Layout:
 
 def deal(name: str, length: int, ranks: int, *, documents: Documents | None = None, align: int | None = None) -> Layout:
     """The layout called `name` for `length` tokens over `ranks` ranks."""
-    if name not in LAYOUTS:
+    if not isinstance(name, str) or name not in LAYOUTS:
         raise LayoutError(f"layout must be one of {', '.join(LAYOUTS)}, got {name!r}")
     _check_counts(length, ranks, align)
     if align is not None and name == "striped":
@@ -94,11 +99,16 @@ def _deal(name: str, length: int, ranks: int, documents: Documents | None, align
 
 def from_ranges(shards: Iterable[Iterable[range]]) -> Layout:
     """Any assignment at all, checked: every position of 0..n-1 on exactly one rank, each rank's rising."""
-    clean = tuple(tuple(r for r in shard if len(r)) for shard in shards)
-    if not clean:
+    given = [list(shard) if isinstance(shard, Iterable) else [shard] for shard in shards]
+    if not given:
         raise LayoutError("shards must name at least one rank, got none")
+    for rank, shard in enumerate(given):
+        for r in shard:
+            if not isinstance(r, range) or r.step < 1:
+                raise LayoutError(f"rank {rank} must hold ranges with a positive step, got {r!r}")
+    clean = tuple(tuple(r for r in shard if r) for shard in given)
     for rank, shard in enumerate(clean):
-        _check_shard(rank, shard)
+        _check_rising(rank, shard)
     length = sum(map(size, clean))
     if length == 0:
         raise LayoutError("shards hold no position at all; a sequence has at least one token")
@@ -113,10 +123,7 @@ def from_ranges(shards: Iterable[Iterable[range]]) -> Layout:
     return Layout(length, clean)
 
 
-def _check_shard(rank: int, shard: Shard) -> None:
-    for r in shard:
-        if not isinstance(r, range) or r.step < 1:
-            raise LayoutError(f"rank {rank} must hold ranges with a positive step, got {r!r}")
+def _check_rising(rank: int, shard: Shard) -> None:
     for a, b in pairwise(shard):
         if a[-1] >= b.start:
             raise LayoutError(f"rank {rank} must hold its positions in rising order, got {a} before {b}")

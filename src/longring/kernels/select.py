@@ -20,7 +20,7 @@ def select_kernel(name: str, q: Tensor, k: Tensor, *, deterministic: bool = Fals
     """(the kernel called `name`, or with "auto" the first in `KERNELS` that does not refuse; why it)."""
     if name == "auto":
         return _first_willing(q, k, deterministic)
-    if name not in KERNELS:
+    if not isinstance(name, str) or name not in KERNELS:
         raise KernelRefusal(f"kernel must be one of auto, {', '.join(KERNELS)}; got {name!r}")
     if reason := _refusal(KERNELS[name], q, k, deterministic):
         raise KernelRefusal(f"kernel {name!r} {reason}; pass kernel='auto' to let another be chosen")

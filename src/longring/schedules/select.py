@@ -10,5 +10,5 @@ SCHEDULES: dict[str, Schedule] = {"ring": RING, "exchange": EXCHANGE, "gather": 
 
 
 def check_schedule(name: str) -> None:
-    if name != "auto" and name not in SCHEDULES:
+    if not isinstance(name, str) or (name != "auto" and name not in SCHEDULES):
         raise ScheduleRefusal(f"schedule must be one of auto, {', '.join(SCHEDULES)}; got {name!r}")
