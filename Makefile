@@ -18,12 +18,13 @@ unexport PYRIGHT_PYTHON_FORCE_VERSION
 unexport PYRIGHT_PYTHON_PYLANCE_VERSION
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format clean
+.PHONY: help demo test check soak format clean
 
 help:
 	@echo "make demo    run the demonstration (more with DEMO_ARGS=\"...\")"
 	@echo "make test    check, then all tests"
 	@echo "make check   lint, formatting, types, import rules"
+	@echo "make soak    the slow tests and a random search (about an hour)"
 	@echo "make format  rewrite the code as check wants it"
 	@echo "make clean   remove .venv, caches and build outputs"
 	@echo "The first of them installs everything, pinned, into .venv."
@@ -34,6 +35,13 @@ demo: $(STAMP)
 # A thread count left over in the caller's shell would change what the tests measure.
 test: check
 	env -u OMP_NUM_THREADS $(BIN)/python -m pytest
+
+# What takes longer than a test may: the slow tests, and random search instead of settled examples.
+soak: $(STAMP)
+	env -u OMP_NUM_THREADS $(BIN)/python -m pytest -m slow --timeout=3000
+	env -u OMP_NUM_THREADS HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest --timeout=3000 $(SOAK_ARGS) \
+		tests/geometry/test_tiles.py tests/geometry/test_itinerary.py tests/contracts \
+		tests/test_simulate.py::test_any_task_is_exact_and_sends_what_was_predicted
 
 check: $(STAMP)
 	$(BIN)/ruff check

@@ -10,5 +10,5 @@ torch.set_num_threads(1)  # tensors are tiny: threads that wait for each other o
 # One settled set of examples keeps main green or red for a reason; HYPOTHESIS_PROFILE=search looks further.
 _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 settings.register_profile("settled", derandomize=True, max_examples=50, **_common)
-settings.register_profile("search", max_examples=5000, **_common)
+settings.register_profile("search", max_examples=1000, **_common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "settled"))

@@ -87,21 +87,51 @@ def test_float32_keeps_its_budget(pattern, heads, kv_heads):
         assert all(verdict.ok for verdict in verdicts), (schedule, verdicts)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pattern", "schedule", "layout"),
+    [
+        (BF16, lr.Dense(causal=True), "ring", "zigzag"),
+        (FP16, lr.Dense(causal=True), "ring", "zigzag"),
+        (BF16, lr.Dense(causal=True, window=(40, 0)), "exchange", "contiguous"),
+        (FP16, lr.Dense(causal=True, window=(40, 0)), "exchange", "contiguous"),
+        (BF16, lr.Dilated([32, 64, 203], [1, 2, 4]), "exchange", "contiguous"),
+    ],
+    ids=["ring-bf16", "ring-fp16", "window-bf16", "window-fp16", "dilated-bf16"],
+)
+def test_error_does_not_grow_with_the_ranks(dtype, pattern, schedule, layout):
+    check_growth(dtype, pattern, schedule, layout, n_q=203, heads=4, kv_heads=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)], ids=["MHA", "GQA", "MQA"])
 @pytest.mark.parametrize(
     ("pattern", "schedule", "layout"),
     [
+        (lr.Dense(causal=False), "ring", "contiguous"),
         (lr.Dense(causal=True), "ring", "zigzag"),
+        (lr.Dense(causal=True), "gather", "striped"),
         (lr.Dense(causal=True, window=(40, 0)), "exchange", "contiguous"),
+        (lr.Dense(causal=False, window=(30, 17)), "ring", "contiguous"),
+        (lr.Dense(causal=True, documents=[0, 50, 51, 180, 203]), "exchange", "dealt"),
         (lr.Dilated([32, 64, 203], [1, 2, 4]), "exchange", "contiguous"),
+        (lr.Dilated([32, 64, 203], [1, 2, 4], causal=False, phase="block"), "exchange", "contiguous"),
     ],
-    ids=["ring", "window", "dilated"],
+    ids=repr,
 )
-def test_error_does_not_grow_with_the_ranks(dtype, pattern, schedule, layout):
+@pytest.mark.parametrize("n_q", [203, 60], ids=["square", "prefix"])
+def test_error_does_not_grow_with_the_ranks_everywhere(dtype, heads, kv_heads, pattern, schedule, layout, n_q):
+    check_growth(dtype, pattern, schedule, layout, n_q, heads, kv_heads)
+
+
+def check_growth(dtype, pattern, schedule, layout, n_q, heads, kv_heads):
     """16-bit inputs: at p = 64 at most 1.5 times the error of p = 1, median of three seeds, every quantity."""
     errors = {p: {name: [] for name in Result._fields} for p in (1, 8, 64)}
     for seed in range(3):
-        q, k, v, dout, dlse = tensors(1, 203, 203, 4, 2, 16, dtype, seed)
+        q, k, v, dout, dlse = tensors(1, n_q, 203, heads, kv_heads, 16, dtype, seed)
         want, allowed = budgets(q, k, v, pattern, dout, dlse)
         for p in errors:
             got, _ = play(q, k, v, dout, dlse, ranks=p, pattern=pattern, schedule=schedule, layout=layout)
