@@ -175,7 +175,7 @@ def _frame(shares: tuple[Share, ...]) -> range:
     return range(first, last + 1, step)
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=8192)
 def needed(tiles: tuple[Tile, ...]) -> tuple[Share, ...]:
     """The key rows that some tile names, each once for all tiles, batch row by batch row and head by head."""
     by_place: dict[tuple[int, int], set[range]] = {}
@@ -225,7 +225,7 @@ class Stop(NamedTuple):
 Itinerary = tuple[Stop, ...]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def ring(task: Task, rank: int) -> Itinerary:
     """Whole blocks, from neighbour to neighbour; the gradient of a block follows it and ends at home."""
     runs, size = runs_over_sources(task, rank), task.ranks
@@ -251,7 +251,7 @@ def ring(task: Task, rank: int) -> Itinerary:
     return tuple(stops)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def exchange(task: Task, rank: int) -> Itinerary:
     """Needed rows only, directly from their owner; their gradients go straight back.
 
@@ -267,7 +267,7 @@ def exchange(task: Task, rank: int) -> Itinerary:
     return tuple(stops)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def gather(task: Task, rank: int) -> Itinerary:
     """Everything to everybody, owner by owner; the tiles of the last stop are over all keys in order."""
     size = task.ranks

@@ -271,16 +271,8 @@ def coalesce(tiles: Sequence[Tile]) -> tuple[Tile, ...]:
     found: list[Tile] = []
     latest: dict[tuple[object, ...], int] = {}  # look -> index of the last tile of that look
     for tile in tiles:
-        look = (
-            tile.batch,
-            tile.kv_heads,
-            len(tile.rows),
-            tile.rows.step,
-            len(tile.cols),
-            tile.cols.step,
-            tile.lo,
-            tile.hi,
-        )
+        rows, cols = tile.rows, tile.cols
+        look = (tile.batch, tile.kv_heads, len(rows), rows.step, len(cols), cols.step, tile.lo, tile.hi)
         index = latest.get(look)
         grown = None if index is None or tile.repeat != ONCE else _repeated(found[index], tile)
         if grown is None or index is None:
@@ -298,11 +290,9 @@ def _repeated(earlier: Tile, tile: Tile) -> Tile | None:
     if count == 1:
         apart = rows >= earlier.rows[-1] + 1 - earlier.rows[0] and cols >= earlier.cols[-1] + 1 - earlier.cols[0]
         return replace(earlier, repeat=Repeat(2, rows, cols)) if apart else None
-    return (
-        replace(earlier, repeat=Repeat(count + 1, down, right))
-        if (rows, cols) == (count * down, count * right)
-        else None
-    )
+    if (rows, cols) != (count * down, count * right):
+        return None
+    return replace(earlier, repeat=Repeat(count + 1, down, right))
 
 
 @lru_cache(maxsize=4096)
@@ -317,8 +307,9 @@ def without_bands(tile: Tile) -> tuple[Tile, ...]:
     cut = coalesce(list(pieces))
     if tile.repeat == ONCE:
         return cut
-    whole = (replace(one, repeat=tile.repeat) if one.repeat == ONCE else one for one in cut)
-    return tuple(whole) if all(one.repeat == ONCE for one in cut) else _repeated_one_by_one(tile, cut)
+    if all(one.repeat == ONCE for one in cut):
+        return tuple(replace(one, repeat=tile.repeat) for one in cut)
+    return _repeated_one_by_one(tile, cut)
 
 
 def _repeated_one_by_one(tile: Tile, cut: tuple[Tile, ...]) -> tuple[Tile, ...]:
