@@ -32,7 +32,7 @@ class Verdict(NamedTuple):
 
 def relative_error(got: Tensor, want: Tensor) -> float:
     """|got - want| / |want| by the Frobenius norm; infinite where one is finite and the other is not."""
-    norm = float(_finite(want.double()).norm())
+    norm = float(_finite(want.detach().double()).norm())
     return distance(got, want) / norm if norm else distance(got, want)
 
 
