@@ -220,7 +220,7 @@ def test_known_features_that_are_not_built_are_refused_by_name(function, name, v
 
 def test_dilated_attention_refuses_detached_mixing_weights_by_name():
     options = {"segment_lengths": [4], "dilation_rates": [1], "mixing_gradient": False}
-    refused(NotBuilt, "mixing_gradient=False: detached mixing weights", lr.dilated_attention, Q, Q, Q, **options)
+    refused(NotBuilt, "mixing_gradient=False: detaching the mixing weights", lr.dilated_attention, Q, Q, Q, **options)
 
 
 @pytest.mark.parametrize("function", [lr.attention, lr.ring_attention, lr.explain])
@@ -367,7 +367,7 @@ def test_ranks_that_disagree_are_told_so_instead_of_hanging():
         q = tokens(8, heads=1 + transport.rank)
         return lr.ring_attention(q, q, q, group=transport, layout="contiguous")
 
-    refused(TransportError, r"rank \d expected .* all ranks must call with the same", on_two_ranks, program)
+    refused(TransportError, r"rank \d and rank \d disagree .*kv_heads=.*; all ranks must", on_two_ranks, program)
 
 
 # --------------------------------------------------------------------------------------------- and what is fine

@@ -261,3 +261,72 @@ def test_a_forgotten_group_never_becomes_local_attention(monkeypatch):
     with pytest.raises(lr.ScheduleRefusal, match="world of 4 ranks"):
         lr.attention(q, k, v, schedule="gather")
     assert lr.attention(q, k, v).shape == q.shape  # a module inside DDP stays local
+
+
+@pytest.mark.parametrize("schedule", ["ring", "exchange", "gather"])
+@pytest.mark.parametrize("differs", ["layout", "pattern", "scale", "query_offset"])
+def test_ranks_that_ask_for_different_things_are_told_what_differs(schedule, differs):
+    q, k, v = tensors(n_q=12)
+
+    def program(group):
+        odd = group.rank == 1
+        layout = "zigzag" if odd and differs == "layout" else "contiguous"
+        options = {
+            "pattern": lr.Dense(causal=True, window=(5 if odd and differs == "pattern" else 6, 0)),
+            "scale": 0.5 if odd and differs == "scale" else 0.25,
+            "query_offset": 1 if odd and differs == "query_offset" else 0,
+        }
+        s = lr.Sharding(12, group, layout)
+        return lr.attention(*map(s.shard, (q, k, v)), sharding=s, schedule=schedule, **options)
+
+    with pytest.raises(lr.TransportError, match=r"rank . and rank . disagree .*; all ranks must make the same call"):
+        run_ranks(3, program)
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "reference"])
+def test_autocast_does_not_round_what_is_float32(kernel):
+    q, k, v = tensors(dtype=torch.float32)
+    want = torch.autograd.grad(lr.attention(q, k, v, kernel=kernel).sum(), (q, k, v))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = lr.attention(q, k, v, kernel=kernel)
+        got = torch.autograd.grad(out.sum(), (q, k, v))
+    assert out.dtype == torch.float32
+    assert torch.equal(out, lr.attention(q, k, v, kernel=kernel))
+    assert all(map(torch.equal, got, want))
+
+
+def test_a_second_derivative_is_refused_even_where_the_first_looks_constant():
+    q, k, v = tensors()
+    out = lr.attention(q, k, v)
+    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(lr.NotBuilt, match="second derivative"):
+        gradient.square().sum().backward()
+
+
+def test_scales_beyond_what_float32_can_hold():
+    q, k, v = tensors(dtype=torch.float32)
+    assert torch.allclose(lr.attention(q, k, v, scale=1e-46), lr.attention(q, k, v, scale=0.0))
+    with pytest.raises(lr.ArgumentError, match="scale must be a finite number"):
+        lr.attention(q, k, v, scale=1e300)
+
+
+def test_errors_over_ranks_name_the_rank():
+    q, k, v = tensors(n_q=12)
+
+    def program(group):
+        s = lr.Sharding(12, group)
+        return lr.attention(*map(s.shard, (q, k, v)), sharding=s, scale="x" if group.rank else None)
+
+    with pytest.raises(lr.ArgumentError, match="rank 1: scale must be a finite number, got 'x'"):
+        run_ranks(2, program)
+    with pytest.raises(lr.LayoutError, match=r"rank \d: layout must be one of"):
+        run_ranks(2, lambda group: lr.Sharding(12, group, "spiral"))
+
+
+def test_shards_lie_in_memory_as_they_read():
+    def program(group):
+        s = lr.Sharding(10, group)
+        part = s.shard(torch.randn(3, 10, 2, 4))
+        return part.is_contiguous(), s.unshard(part).is_contiguous()
+
+    assert run_ranks(2, program) == [(True, True)] * 2

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import warnings
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .errors import ArgumentError, LayoutError, NotBuilt, PatternError, RowsLeftOut, ScheduleRefusal
+from .errors import ArgumentError, LayoutError, NotBuilt, PatternError, RowsLeftOut, ScheduleRefusal, naming_rank
 from .geometry.itinerary import ITINERARIES, Task
 from .geometry.patterns import Dilated, Pattern, Problem
 from .kernels.contract import Gradients, Kernel, Upstream
 from .kernels.select import select_kernel
-from .numerics.online_softmax import Partial
+from .numerics.online_softmax import Partial, accumulator_dtype
 from .plan.choose import choose_schedule
 from .schedules.contract import Journey
 from .schedules.select import SCHEDULES, check_schedule
@@ -32,7 +34,7 @@ NOT_BUILT = {
     "a bias or a mask given as a tensor": ("bias", "attn_bias", "attn_mask", "mask", "alibi_slopes"),
     "softcap": ("softcap", "logit_cap"),
     "attention sinks": ("sinks", "sink"),
-    "detached mixing weights": ("mixing_gradient",),
+    "detaching the mixing weights": ("mixing_gradient",),
 }
 
 _log = logging.getLogger("longring")
@@ -78,9 +80,13 @@ class Call:
 def prepare(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> Call:
     """Refuse what cannot be honoured, choose what was left to `auto`."""
     transport = _transport(options)
-    where = f"rank {transport.rank}: " if transport.size > 1 else ""
-    check_tensors(q, k, v, where)
-    queries, keys = _shardings(q, k, options, where)
+    with naming_rank(transport.rank, transport.size):
+        return _prepare(q, k, v, pattern, options, transport)
+
+
+def _prepare(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options, transport: Transport) -> Call:
+    check_tensors(q, k, v)
+    queries, keys = _shardings(q, k, options)
     offset = check_offset(options.query_offset, queries.length, keys.length)
     problem = Problem(q.shape[0], queries.length, keys.length, k.shape[2], offset)
     check_pattern(pattern, problem)
@@ -96,7 +102,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options)
 def make_journey(
     task: Task, transport: Transport, kernel: Kernel, schedule: str, scale: float, timeout: float | None
 ) -> Journey:
-    return Journey(task, ITINERARIES[schedule](task, transport.rank), transport, kernel, scale, timeout)
+    return Journey(task, ITINERARIES[schedule](task, transport.rank), transport, kernel, schedule, scale, timeout)
 
 
 # ---------------------------------------------------------------------------------------------------- choices
@@ -141,38 +147,36 @@ def _transport(options: Options) -> Transport:
     return Alone()
 
 
-def _shardings(q: Tensor, k: Tensor, options: Options, where: str) -> tuple[Sharding, Sharding]:
+def _shardings(q: Tensor, k: Tensor, options: Options) -> tuple[Sharding, Sharding]:
     if options.sharding is None:
-        return _implied_shardings(q, k, options, where)
+        return _implied_shardings(q, k, options)
     if options.group is not None or options.layout is not None:
-        raise ArgumentError(f"{where}sharding already says group and layout; pass it, or them, not both")
+        raise ArgumentError("sharding already says group and layout; pass it, or them, not both")
     queries = options.sharding
     keys = queries if options.kv_sharding is None else options.kv_sharding
     if not isinstance(keys, Sharding):
-        raise ArgumentError(f"{where}kv_sharding must be a longring.Sharding, got {keys!r}")
+        raise ArgumentError(f"kv_sharding must be a longring.Sharding, got {keys!r}")
     if keys.ranks != queries.ranks or keys.rank != queries.rank:
-        raise LayoutError(
-            f"{where}kv_sharding is over {keys.ranks} ranks and sharding over {queries.ranks}; use one group"
-        )
+        raise LayoutError(f"kv_sharding is over {keys.ranks} ranks and sharding over {queries.ranks}; use one group")
     for name, x, sharding in (("q", q, queries), ("k", k, keys)):
         if x.shape[1] != sharding.local_length:
             raise LayoutError(
-                f"{where}{name} holds {x.shape[1]} tokens, but {sharding.layout} deals {sharding.local_length} of "
+                f"{name} holds {x.shape[1]} tokens, but {sharding.layout} deals {sharding.local_length} of "
                 f"{sharding.length} to this rank; shard with Sharding.shard"
                 + ("" if options.kv_sharding is not None or name == "q" else ", and pass kv_sharding if keys differ")
             )
     return queries, keys
 
 
-def _implied_shardings(q: Tensor, k: Tensor, options: Options, where: str) -> tuple[Sharding, Sharding]:
+def _implied_shardings(q: Tensor, k: Tensor, options: Options) -> tuple[Sharding, Sharding]:
     """The whole here, or equal parts on every rank of the group."""
     if options.group is None and options.layout is not None:
         raise ArgumentError(f"layout={options.layout!r} needs group=..., whose ranks hold the parts")
     if options.group is not None and options.layout is None:
-        raise ArgumentError(f"{where}group needs layout=..., which says how the tokens were dealt to its ranks")
+        raise ArgumentError("group needs layout=..., which says how the tokens were dealt to its ranks")
     for name, x in (("q", q), ("k", k)):
         if x.shape[1] == 0:
-            raise ArgumentError(f"{where}{name} has no tokens; a sequence has at least one")
+            raise ArgumentError(f"{name} has no tokens; a sequence has at least one")
     if options.group is None:
         return _alone(q.shape[1]), _alone(k.shape[1])
     ranks = transport_for(options.group).size
@@ -190,38 +194,38 @@ def check_offset(offset: int | None, n_q: int, n_k: int) -> int:
     """By default the last query meets the last key."""
     if offset is None:
         return n_k - n_q
-    if not isinstance(offset, int) or isinstance(offset, bool):
+    if not isinstance(offset, Integral) or isinstance(offset, bool):
         raise ArgumentError(f"query_offset must be a whole number, got {offset!r}")
-    return offset
+    return int(offset)
 
 
 # ------------------------------------------------------------------------------------------ what users got wrong
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, where: str = "") -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
-            raise ArgumentError(f"{where}{name} must be a tensor, got {type(x).__name__}")
+            raise ArgumentError(f"{name} must be a tensor, got {type(x).__name__}")
         if x.ndim != 4:
-            raise ArgumentError(f"{where}{name} must be [batch, n, heads, d], got shape {list(x.shape)}")
+            raise ArgumentError(f"{name} must be [batch, n, heads, d], got shape {list(x.shape)}")
         if 0 in (x.shape[0], x.shape[2], x.shape[3]):
-            raise ArgumentError(f"{where}{name} needs a batch, heads and d of at least 1, got shape {list(x.shape)}")
+            raise ArgumentError(f"{name} needs a batch, heads and d of at least 1, got shape {list(x.shape)}")
         if x.dtype not in DTYPES:
-            raise ArgumentError(f"{where}{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
+            raise ArgumentError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
         if x.dtype != q.dtype:
-            raise ArgumentError(f"{where}q, k and v must have one dtype, but q is {q.dtype} and {name} {x.dtype}")
+            raise ArgumentError(f"q, k and v must have one dtype, but q is {q.dtype} and {name} {x.dtype}")
         if x.device != q.device:
-            raise ArgumentError(
-                f"{where}q, k and v must be on one device, but q is on {q.device} and {name} on {x.device}"
-            )
+            raise ArgumentError(f"q, k and v must be on one device, but q is on {q.device} and {name} on {x.device}")
+    if any(x.layout != torch.strided or x.is_meta for x in (q, k, v)):
+        raise ArgumentError(f"q, k and v must be dense tensors with numbers in them, got {q.layout} on {q.device}")
     if k.shape != v.shape:
-        raise ArgumentError(f"{where}k and v must have one shape, got {list(k.shape)} and {list(v.shape)}")
+        raise ArgumentError(f"k and v must have one shape, got {list(k.shape)} and {list(v.shape)}")
     if q.shape[0] != k.shape[0]:
-        raise ArgumentError(f"{where}q and k must have one batch size, got {q.shape[0]} and {k.shape[0]}")
+        raise ArgumentError(f"q and k must have one batch size, got {q.shape[0]} and {k.shape[0]}")
     if q.shape[3] != k.shape[3]:
-        raise ArgumentError(f"{where}q and k must have one head dimension d, got {q.shape[3]} and {k.shape[3]}")
+        raise ArgumentError(f"q and k must have one head dimension d, got {q.shape[3]} and {k.shape[3]}")
     if q.shape[2] % k.shape[2]:
-        raise ArgumentError(f"{where}heads must be a multiple of kv_heads, got {q.shape[2]} and {k.shape[2]}")
+        raise ArgumentError(f"heads must be a multiple of kv_heads, got {q.shape[2]} and {k.shape[2]}")
 
 
 def check_pattern(pattern: Pattern, problem: Problem) -> None:
@@ -238,14 +242,23 @@ def _warn_of_rows_left_out(rates: tuple[int, ...]) -> None:
         f"every dilation rate of {list(rates)} is above 1, so each head has rows that no branch keeps: they see "
         "nothing, and their output is 0; a branch of rate 1 reaches every row",
         RowsLeftOut,
-        stacklevel=5,
+        stacklevel=_level_of_the_caller(),
     )
+
+
+def _level_of_the_caller() -> int:
+    """How many frames up longring was called from outside."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("longring."):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def check_scale(scale: float | None, q: Tensor) -> float:
     if scale is None:
         return q.shape[3] ** -0.5
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+    is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+    if not is_number or not abs(scale) <= torch.finfo(accumulator_dtype(q.dtype)).max:
         raise ArgumentError(f"scale must be a finite number, got {scale!r}")
     return float(scale)
 

@@ -13,6 +13,9 @@ LongringError
 and one warning, RowsLeftOut: the pattern is allowed, but some rows of it see no key at all.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class LongringError(Exception):
     """Base of every deliberate error, so that callers can catch one name."""
@@ -52,3 +55,14 @@ class PeerLost(TransportError):
 
 class RowsLeftOut(UserWarning):
     """The pattern is allowed, but some rows of it see no key at all."""
+
+
+@contextmanager
+def naming_rank(rank: int, ranks: int) -> Iterator[None]:
+    """Begin what a rank's arguments are refused with by the rank, where there are several."""
+    try:
+        yield
+    except ArgumentError as error:
+        if ranks == 1 or str(error).startswith("rank "):
+            raise
+        raise type(error)(f"rank {rank}: {error}") from None

@@ -52,7 +52,7 @@ def attention(
                     where keys are dealt otherwise. Or group= and layout=, for equal parts on every rank.
                     Neither: this process alone.
     query_offset:   query i stands at position i + query_offset; by default the last query meets the last key.
-    schedule:       "ring", "exchange", "gather", or "auto", which moves the least.
+    schedule:       "ring", "exchange", "gather", or "auto": the ring, or exchange where that moves less than half.
     kernel:         "sdpa", "reference", or "auto"; `longring.explain` says what auto takes, and why.
     deterministic:  bit-identical results from run to run.
     timeout:        seconds after which a silent peer is an error.
@@ -92,10 +92,17 @@ def dilated_attention(
     causal: bool = True,
     phase: str = "mod",
     documents: Any = None,
+    mixing_gradient: bool = True,
     sharding: Sharding | None = None,
     **options: Any,
 ) -> Any:
-    """LongNet's dilated attention, its branches mixed by one softmax; further options as for `attention`."""
+    """LongNet's dilated attention, its branches mixed by one softmax; further options as for `attention`.
+
+    mixing_gradient=False, which keeps gradients from flowing through the mixing weights as the authors' code
+    does, is not built yet.
+    """
+    if mixing_gradient is not True:
+        refuse_unbuilt("dilated_attention", {"mixing_gradient": mixing_gradient})
     pattern = Dilated(segment_lengths, dilation_rates, causal=causal, phase=phase, documents=documents)
     return attention(q, k, v, pattern=pattern, sharding=sharding, **options)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .autograd import GatherShards, TakeShard
-from .errors import ArgumentError, LayoutError, PatternError
+from .errors import ArgumentError, LayoutError, PatternError, naming_rank
 from .geometry.layouts import LAYOUTS, Layout, Shard, deal, from_ranges
 from .geometry.patterns import Pattern, clean_documents
 from .plan.choose import choose_layout
@@ -41,6 +42,12 @@ class Sharding:
     shards: tuple[Shard, ...] = ()  # who holds what, by rank; computed, or stated with `from_ranges`
 
     def __post_init__(self) -> None:
+        with naming_rank(self.rank, self.ranks):
+            self._settle()
+
+    def _settle(self) -> None:
+        if isinstance(self.length, Integral) and not isinstance(self.length, bool):
+            object.__setattr__(self, "length", int(self.length))
         object.__setattr__(self, "documents", clean_documents(self.documents))
         if self.pattern is not None and not isinstance(self.pattern, Pattern):
             raise PatternError(f"pattern must be longring.Dense(...) or longring.Dilated(...), got {self.pattern!r}")
@@ -61,7 +68,9 @@ class Sharding:
     @classmethod
     def from_ranges(cls, shards: Iterable[Iterable[range]], *, group: Any = None) -> Sharding:
         """Any assignment: for each rank the ranges of positions it holds, rising; together 0..n-1, each once."""
-        dealt = from_ranges(shards)
+        transport = transport_for(group)
+        with naming_rank(transport.rank, transport.size):
+            dealt = from_ranges(shards)
         return cls(length=dealt.length, group=group, layout="ranges", shards=dealt.shards)
 
     @cached_property
@@ -104,10 +113,10 @@ class Sharding:
     def _along(self, dim: int, function: Any, x: Tensor) -> Tensor:
         rows = x.movedim(dim, 0).unsqueeze(0)
         alone = None if self.ranks == 1 else self.transport
-        return function.apply(rows, alone, self.shards, self.rank).squeeze(0).movedim(0, dim)
+        return function.apply(rows, alone, self.shards, self.rank).squeeze(0).movedim(0, dim).contiguous()
 
     def _check(self, x: Tensor, dim: int, want: int, what: str) -> None:
-        if not isinstance(x, Tensor) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+        if not isinstance(x, Tensor) or type(dim) is not int or not -x.ndim <= dim < x.ndim:
             raise ArgumentError(f"rank {self.rank}: x must be a tensor with a dimension {dim}, got {_spoken(x)}")
         if x.shape[dim] != want:
             raise LayoutError(

@@ -21,7 +21,7 @@ from .call import (
     pick_schedule,
     refuse_unbuilt,
 )
-from .errors import ArgumentError
+from .errors import ArgumentError, LayoutError
 from .geometry.itinerary import Task
 from .geometry.layouts import Layout, Shard, deal
 from .geometry.patterns import Dense, Pattern, Problem
@@ -105,7 +105,7 @@ def simulate(
     offset = check_offset(query_offset, q.shape[1], k.shape[1])
     problem = Problem(q.shape[0], q.shape[1], k.shape[1], k.shape[2], offset)
     check_pattern(pattern, problem)
-    name = choose_layout(pattern, problem.n_k)[0] if layout == "auto" else layout
+    name = _layout_for(layout, pattern, problem)
     task = Task(pattern, problem, *_dealt(name, pattern, problem, ranks, align))
     chosen, kernel_choice = choose_kernel(kernel, q, k, deterministic=False)
     picked = pick_schedule(schedule, task)
@@ -117,10 +117,18 @@ def simulate(
 def _dealt(name: str, pattern: Pattern, problem: Problem, ranks: int, align: int | None) -> tuple[Layout, Layout]:
     documents = pattern.documents if name == "dealt" else None
     keys = deal(name, problem.n_k, ranks, documents=documents, align=align)
-    if problem.n_q == problem.n_k:
-        return keys, keys
-    # documents are boundaries of keys: queries of another length have none to be dealt by
-    return deal("zigzag" if name == "dealt" else name, problem.n_q, ranks, align=align), keys
+    return (keys if problem.n_q == problem.n_k else deal(name, problem.n_q, ranks, align=align)), keys
+
+
+def _layout_for(layout: str, pattern: Pattern, problem: Problem) -> str:
+    name = choose_layout(pattern, problem.n_k)[0] if layout == "auto" else layout
+    if name == "dealt" and problem.n_q != problem.n_k:  # documents are boundaries of keys
+        if layout == "auto":
+            return "zigzag"
+        raise LayoutError(
+            f"layout 'dealt' deals queries as it deals keys, but there are {problem.n_q} and {problem.n_k}; use another"
+        )
+    return name
 
 
 @dataclass
@@ -179,7 +187,7 @@ class _AllRanks:
             return result
 
         with torch.no_grad():
-            parts = run_ranks(ranks, counted, context=lambda transport: ledgers[transport.rank])
+            parts = run_ranks(ranks, counted, take_turns=True, context=lambda transport: ledgers[transport.rank])
         predict = {"forward": forward_bytes, "backward": backward_bytes}[phase]
         size = {"head_dim": q.shape[3], "itemsize": q.element_size()}
         predicted = tuple(predict(self.task, self.schedule, rank, **size) for rank in range(ranks))

@@ -56,10 +56,10 @@ def test_a_window_as_wide_as_the_sequence_is_a_ring():
     assert chosen(Dense(causal=False, window=(64, 64)), 4)[0] == "ring"
 
 
-def test_the_choice_moves_the_fewest_rows_on_the_busiest_rank_and_says_how_many():
+def test_exchange_is_taken_where_it_moves_less_than_half_and_the_reason_says_how_much():
     name, reason, task = chosen(Dense(window=(4, 0)), 4)
     assert name == "exchange"
-    assert reason == "the busiest rank sends 4 needed vectors, and 48 in a ring"
+    assert reason.startswith("ranks need 12 of 192 vectors that others hold:")
     sent = {
         schedule: max(forward_bytes(task, schedule, rank, head_dim=1, itemsize=1) for rank in range(4))
         for schedule in ("ring", "exchange")
@@ -73,3 +73,18 @@ def test_every_choice_has_a_reason(pattern):
     assert layout in LAYOUTS
     assert len(why_layout.split()) > 3
     assert len(chosen(pattern, 4, layout)[1].split()) > 3
+
+
+def test_one_query_on_a_long_cache_does_not_rotate_it():
+    """The rank that holds the query needs the keys; no other rank needs any."""
+    queries, keys = deal("contiguous", 1, 8), deal("contiguous", 800, 8)
+    task = Task(Dense(), Problem(1, 1, 800, 1, 799), queries, keys)
+    assert choose_schedule(task)[0] == "exchange"
+
+
+def test_choosing_for_thousands_of_ranks_asks_a_few():
+    layout = deal("contiguous", 1 << 20, 1024)
+    task = Task(Dense(window=(4096, 0)), Problem(1, 1 << 20, 1 << 20, 8, 0), layout, layout)
+    name, reason = choose_schedule(task)
+    assert name == "exchange"
+    assert "of 8 ranks, taken for all" in reason

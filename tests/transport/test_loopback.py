@@ -1,11 +1,12 @@
 """Ranks as threads: what a transport promises, and how it speaks up when a rank breaks its side."""
 
+import threading
 import time
 
 import pytest
 import torch
 
-from longring.errors import LongringError, PeerLost, TransportError
+from longring.errors import ArgumentError, LongringError, PeerLost, TransportError
 from longring.transport.alone import Alone
 from longring.transport.contract import Transport
 from longring.transport.ledger import Ledger
@@ -132,8 +133,9 @@ def test_a_world_of_one_runs_and_has_nobody_to_write_to():
 
 
 def test_a_world_has_at_least_one_rank():
-    with pytest.raises(TransportError, match="at least one rank, got 0"):
-        run_ranks(0, lambda transport: None)
+    for size in (0, True, "3", 2.0, None):
+        with pytest.raises(ArgumentError, match="size must be a whole number of ranks"):
+            run_ranks(size, lambda transport: None)  # type: ignore[arg-type]
 
 
 def test_grad_mode_is_the_callers():
@@ -268,7 +270,7 @@ def test_a_new_world_knows_nothing_of_a_failed_one():
 
 
 def test_ranks_take_turns():
-    """Never two at once: each has all the cores, and a run is the same every time."""
+    """Where asked to, never two at once: each has all the cores."""
     busy, most = 0, 0
 
     def program(transport):
@@ -280,8 +282,63 @@ def test_ranks_take_turns():
             busy -= 1
             swap(transport, 1)
 
-    run_ranks(2, program)
+    run_ranks(2, program, take_turns=True)
     assert most == 1
+
+
+def test_a_rank_that_is_busy_elsewhere_does_not_stop_the_clock_of_another():
+    def program(transport):
+        if transport.rank:
+            time.sleep(1.5)
+        else:
+            swap(transport, 1, timeout=0.1)
+
+    with pytest.raises(PeerLost, match=r"waited 0\.1 s for rank 1"):
+        run_ranks(2, program)
+
+
+def test_ranks_may_wait_for_each_other_by_other_means():
+    barrier = threading.Barrier(2)
+
+    def program(transport):
+        barrier.wait(10)
+        swap(transport, 1)
+
+    run_ranks(2, program)
+
+
+def test_a_rank_is_refused_in_another_thread_than_its_own():
+    """Autograd runs every rank's backward on a GPU in one thread of its own, where they would wait for each other."""
+
+    def program(transport):
+        errors = []
+
+        def elsewhere():
+            try:
+                swap(transport, 1)
+            except TransportError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        raise errors[0]
+
+    with pytest.raises(TransportError, match=r"use longring\.simulate"):
+        run_ranks(2, program)
+
+
+def test_terms_that_differ_are_named_with_both_values():
+    def program(transport):
+        peer = 1 - transport.rank
+        sends, receives = [(peer, torch.zeros(1))], [(peer, torch.zeros(1))]
+        transport.post(sends, receives, what="a letter", terms={"scale": float(transport.rank), "d": 4}).wait()
+
+    with pytest.raises(
+        TransportError, match=r"disagree \(a letter\): scale: \d\.0 here, \d\.0 there; all ranks"
+    ) as caught:
+        run_ranks(2, program)
+    assert "d:" not in str(caught.value)
 
 
 # ------------------------------------------------------------------------------------------------- the ledger

@@ -7,11 +7,11 @@ keys and values are at hand; a *parcel* is rows of one owner's keys (and, alike,
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import gcd
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from .layouts import Layout, Shard
 from .patterns import Pattern, Problem
@@ -67,14 +67,14 @@ def _tiles(task: Task, queries: Shard, keys: Shard) -> tuple[Tile, ...]:
     return cut_tiles(task.pattern.groups(task.problem, positions), positions, keys)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=8192)
 def runs_over_sources(task: Task, target: int) -> tuple[Run, ...]:
     """What `target` computes with the keys of every rank, as runs of ranks."""
     twin = _twin(task.queries.shards[target], task.keys, task.problem.offset)
     return tuple(_runs(task, task.keys, twin, lambda source: (target, source)))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=8192)
 def runs_over_targets(task: Task, source: int) -> tuple[Run, ...]:
     """What every rank computes with the keys of `source`, as runs of ranks."""
     twin = _twin(task.keys.shards[source], task.queries, -task.problem.offset)
@@ -222,36 +222,52 @@ class Stop(NamedTuple):
     gradient_receives: Parcel | None = None
 
 
-Itinerary = tuple[Stop, ...]
+class Itinerary(Sequence[Stop]):
+    """A rank's stops in order, each made when it is asked for: thousands of ranks have millions of them."""
+
+    def __init__(self, length: int, stop_at: Callable[[int], Stop]) -> None:
+        self._length, self._stop_at = length, stop_at
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> Stop: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Stop]: ...
+    def __getitem__(self, index: int | slice) -> Stop | list[Stop]:
+        steps = range(self._length)[index]
+        return [self._stop_at(step) for step in steps] if isinstance(steps, range) else self._stop_at(steps)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def ring(task: Task, rank: int) -> Itinerary:
     """Whole blocks, from neighbour to neighbour; the gradient of a block follows it and ends at home."""
     runs, size = runs_over_sources(task, rank), task.ranks
     after, before = (rank + 1) % size, (rank - 1) % size
-    whole = [_whole_shard(task, owner) for owner in range(size)]
 
     def parcel(sender: int, receiver: int, owner: int) -> Parcel | None:
-        return Parcel(sender, receiver, owner, whole[owner]) if whole[owner] else None
+        whole = _whole_shard(task, owner)
+        return Parcel(sender, receiver, owner, whole) if whole else None
 
-    stops = [Stop(rank, at_rank(runs, rank))]
-    for step in range(1, size):
-        source, sent, following = (rank - step) % size, (rank - step + 1) % size, (rank - step - 1) % size
-        stops.append(
-            Stop(
-                source,
-                at_rank(runs, source),
-                sends=parcel(rank, after, sent),
-                receives=parcel(before, rank, source),
-                gradient_sends=parcel(rank, after, source),
-                gradient_receives=parcel(before, rank, following),
-            )
+    def stop_at(step: int) -> Stop:
+        source, sent, following = ((rank - step + shift) % size for shift in (0, 1, -1))
+        tiles = at_rank(runs, source)
+        if step == 0:
+            return Stop(source, tiles)
+        return Stop(
+            source,
+            tiles,
+            sends=parcel(rank, after, sent),
+            receives=parcel(before, rank, source),
+            gradient_sends=parcel(rank, after, source),
+            gradient_receives=parcel(before, rank, following),
         )
-    return tuple(stops)
+
+    return Itinerary(size, stop_at)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def exchange(task: Task, rank: int) -> Itinerary:
     """Needed rows only, directly from their owner; their gradients go straight back.
 
@@ -259,23 +275,29 @@ def exchange(task: Task, rank: int) -> Itinerary:
     a channel, and all ranks must post them in one order.
     """
     sources, targets, size = runs_over_sources(task, rank), runs_over_targets(task, rank), task.ranks
-    stops = [Stop(rank, at_rank(sources, rank))]
-    for step in range(1, size):
+
+    def stop_at(step: int) -> Stop:
         source, target = (rank - step) % size, (rank + step) % size
         tiles = at_rank(sources, source)
-        stops.append(_direct_stop(rank, source, target, needed(tiles), needed(at_rank(targets, target)), tiles))
-    return tuple(stops)
+        if step == 0:
+            return Stop(source, tiles)
+        return _direct_stop(rank, source, target, needed(tiles), needed(at_rank(targets, target)), tiles)
+
+    return Itinerary(size, stop_at)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def gather(task: Task, rank: int) -> Itinerary:
     """Everything to everybody, owner by owner; the tiles of the last stop are over all keys in order."""
-    size = task.ranks
-    stops = []
-    for step in range(1, size):
-        source, target = (rank - step) % size, (rank + step) % size
-        stops.append(_direct_stop(rank, source, target, _whole_shard(task, source), _whole_shard(task, rank), ()))
-    return (*stops, Stop(rank, tiles_over_all_keys(task, rank)))
+    size, tiles = task.ranks, tiles_over_all_keys(task, rank)
+
+    def stop_at(step: int) -> Stop:
+        if step == size - 1:
+            return Stop(rank, tiles)
+        source, target = (rank - step - 1) % size, (rank + step + 1) % size
+        return _direct_stop(rank, source, target, _whole_shard(task, source), _whole_shard(task, rank), ())
+
+    return Itinerary(size, stop_at)
 
 
 def _direct_stop(

@@ -99,6 +99,8 @@ def _deal(name: str, length: int, ranks: int, documents: Documents | None, align
 
 def from_ranges(shards: Iterable[Iterable[range]]) -> Layout:
     """Any assignment at all, checked: every position of 0..n-1 on exactly one rank, each rank's rising."""
+    if not isinstance(shards, Iterable):
+        raise LayoutError(f"shards must be a list of ranges for every rank, got {shards!r}")
     given = [list(shard) if isinstance(shard, Iterable) else [shard] for shard in shards]
     if not given:
         raise LayoutError("shards must name at least one rank, got none")

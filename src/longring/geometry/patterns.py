@@ -269,6 +269,7 @@ def _clean_window(window: Any) -> tuple[int | None, int | None] | None:
         return None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise PatternError(f"window must be (left, right), got {window!r}")
+    window = [value.tolist() if hasattr(value, "tolist") else value for value in window]
     for side, value in zip(("left", "right"), window, strict=True):
         if value is not None and (not _is_whole(value) or value < -1):
             raise PatternError(f"window's {side} must be at least 0, or -1 or None for no limit; got {value!r}")

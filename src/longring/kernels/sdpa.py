@@ -5,7 +5,7 @@ On the CPU that is flash-attention-for-CPU. Its traps, and where they are met he
 - an empty q or k kills the process: tiles are never empty;
 - a last dimension with a stride is silently wrong: `_dense_last`;
 - causal is aligned to the top left, and nan unless the scale is above 0: only squares are causal, `_positive`;
-- lse = -inf in the backward gives nan, and +inf gives 0: `_nothing_to_plus`;
+- lse = -inf in the backward gives nan: a row that sees nothing is in no tile;
 - a 16-bit backward is ten times slower than float32, and 16-bit partials would round at every merge:
   everything is computed in the accumulator's dtype.
 """
@@ -65,7 +65,6 @@ class SdpaKernel:
         total: Gradients | None = None,
     ) -> Gradients:
         pieces = _pieces(tiles)
-        upstream = upstream._replace(lse=_nothing_to_plus(upstream.lse))
         if total is None and _is_everything(pieces, q, k):
             dq, dk, dv = _attend_backward(upstream, q, k, v, pieces[0], scale)
             return Gradients(dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2))
@@ -99,8 +98,8 @@ def _add_piece(
 def _attend(q: Tensor, k: Tensor, v: Tensor, piece: Tile, scale: float) -> tuple[Tensor, Tensor]:
     flipped = piece.shape == "flipped"
     q_, k_, v_ = _operands(q, k, v, piece)
-    sign, scale = _positive(scale)
-    out, lse = _forward(q_ if sign == 1 else sign * q_, k_, v_, 0.0, piece.shape != "full", scale=scale)
+    factor, scale = _positive(scale)
+    out, lse = _forward(q_ if factor == 1 else factor * q_, k_, v_, 0.0, piece.shape != "full", scale=scale)
     return (out.flip(2), lse.flip(2)) if flipped else (out, lse)
 
 
@@ -109,8 +108,8 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, d, flipped = k.shape[2], q.shape[3], piece.shape == "flipped"
     q_, k_, v_ = _operands(q, k, v, piece)
-    sign, scale = _positive(scale)
-    q_ = q_ if sign == 1 else sign * q_
+    factor, scale = _positive(scale)
+    q_ = q_ if factor == 1 else factor * q_
     dout, out = (_ready(stacked_queries(t, piece, heads), flipped) for t in (upstream.dout, upstream.out))
     lse = _ready(stacked_rows(upstream.lse, piece, heads), flipped)
     if upstream.dlse is not None:
@@ -122,14 +121,14 @@ def _attend_backward(
     if upstream.dlse is not None:
         found = tuple(g[..., :d] for g in found)
     dq, dk, dv = (g.flip(2) for g in found) if flipped else found
-    return (dq if sign == 1 else sign * dq), dk, dv
+    return (dq if factor == 1 else factor * dq), dk, dv
 
 
-def _positive(scale: float) -> tuple[int, float]:
-    """(sign, a positive scale): the operation's causal mask is -inf times the scale, nan at 0 and +inf below it."""
-    if scale > 0:
-        return 1, scale
-    return (-1, -scale) if scale < 0 else (0, 1.0)
+def _positive(scale: float) -> tuple[float, float]:
+    """(factor, scale above 0): the operation's causal mask is -inf times the scale, nan at 0 and +inf below it."""
+    if 1e-30 < scale < 1e30:  # well inside what float32 can hold
+        return 1.0, scale
+    return scale, 1.0
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, piece: Tile) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,10 +146,6 @@ def _ready(x: Tensor, flipped: bool) -> Tensor:
 
 def _dense_last(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _nothing_to_plus(lse: Tensor) -> Tensor:
-    return lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
 # ------------------------------------------------------------------------------------------- how much at once

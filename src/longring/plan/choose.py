@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from ..geometry.itinerary import Task
+from ..geometry.itinerary import Task, needed, runs_over_sources
 from ..geometry.patterns import Dense, Pattern
-from .traffic import forward_bytes
+
+RANKS_TO_ASK = 8
 
 
 def choose_layout(pattern: Pattern, length: int) -> tuple[str, str]:
@@ -22,19 +23,41 @@ def choose_layout(pattern: Pattern, length: int) -> tuple[str, str]:
 
 
 def choose_schedule(task: Task) -> tuple[str, str]:
-    """(schedule, reason)."""
+    """(schedule, reason): the ring, unless what is needed is less than half of what a ring moves.
+
+    A ring speaks to neighbours only and has its buffers from the start; direct messages cross the network.
+    """
     if task.ranks == 1:
         return "ring", "one rank holds everything, and nothing moves"
-    if task.pattern.only_limits is not None and task.pattern.only_limits[0] is None:
-        return "ring", "dense attention needs nearly every block on every rank"
-    ring, exchange = (_busiest(task, schedule) for schedule in ("ring", "exchange"))
-    if exchange < ring:
-        return "exchange", f"the busiest rank sends {exchange:,} needed vectors, and {ring:,} in a ring"
-    return "ring", f"the busiest rank would send {exchange:,} vectors directly, and {ring:,} in a ring"
+    ranks = _some_ranks(task)
+    wanted = sum(_vectors_wanted(task, rank) for rank in ranks)
+    every = sum(_vectors(task, task.problem.n_k - task.keys.sizes[rank]) for rank in ranks)
+    share = f"ranks need {wanted:,} of {every:,} vectors that others hold"
+    if len(ranks) < task.ranks:
+        share += f" (of {len(ranks)} ranks, taken for all)"
+    if 2 * wanted < every:
+        return "exchange", f"{share}: they come straight from their owners"
+    return "ring", f"{share}: whole blocks pass from neighbour to neighbour"
 
 
-def _busiest(task: Task, schedule: str) -> int:
-    return max(forward_bytes(task, schedule, rank, head_dim=1, itemsize=1) for rank in range(task.ranks)) // 2
+def _some_ranks(task: Task) -> list[int]:
+    """All, or a few evenly spaced that speak for all, the same on every rank."""
+    few = min(task.ranks, RANKS_TO_ASK)
+    return [task.ranks * i // few + task.ranks // (2 * few) for i in range(few)]
+
+
+def _vectors_wanted(task: Task, rank: int) -> int:
+    """Vectors of keys that the rank needs and does not hold."""
+    found = 0
+    for run in runs_over_sources(task, rank):
+        others = len(run.ranks) - (rank in run.ranks)
+        if others and run.tiles:
+            found += others * sum(share.vectors for share in needed(run.tiles))
+    return found
+
+
+def _vectors(task: Task, rows: int) -> int:
+    return rows * task.problem.batch * task.problem.kv_heads
 
 
 def _reach(pattern: Dense, length: int) -> int | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from ..geometry.itinerary import Itinerary, Task
 from ..kernels.contract import Gradients, Kernel, Upstream
 from ..numerics.online_softmax import Partial
-from ..transport.contract import Transport
+from ..transport.contract import Pending, Transport
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,25 @@ class Journey:
     itinerary: Itinerary
     transport: Transport
     kernel: Kernel
+    schedule: str
     scale: float
     timeout: float | None
+
+    @cached_property
+    def terms(self) -> dict[str, object]:
+        """What all ranks must have asked for alike: global facts only, never a rank's own sizes."""
+        task = self.task
+        return {
+            "pattern": task.pattern,
+            "batch, lengths, kv heads and query offset": task.problem,
+            "how queries are dealt": task.queries,
+            "how keys are dealt": task.keys,
+            "schedule": self.schedule,
+            "scale": self.scale,
+        }
+
+    def post(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], what: str) -> Pending:
+        return self.transport.post(sends, receives, what=what, terms=self.terms, timeout=self.timeout)
 
 
 class Schedule(NamedTuple):

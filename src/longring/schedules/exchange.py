@@ -96,7 +96,7 @@ def _ask(journey: Journey, stop: Stop, k: Tensor, v: Tensor, phase: str) -> Arri
     flat = [] if stop.receives is None else [empty_parcel(k, stop.receives, k.dtype) for _ in range(2)]
     receives = [] if stop.receives is None else [(stop.receives.sender, buffer) for buffer in flat]
     what = f"{phase}, rows of rank {stop.source}"
-    pending = journey.transport.post(sends, receives, what=what, timeout=journey.timeout)
+    pending = journey.post(sends, receives, what)
     return Arriving(pending, stop.receives, flat)
 
 
@@ -128,7 +128,7 @@ def send_back(journey: Journey, stop: Stop, found: Gradients, k: Tensor) -> Retu
     flat = [] if expected is None else [empty_parcel(k, expected, dtype) for _ in range(2)]
     receives = [] if expected is None else [(expected.sender, buffer) for buffer in flat]
     what = f"backward, gradients of rank {stop.source}'s rows"
-    pending = journey.transport.post(sends, receives, what=what, timeout=journey.timeout)
+    pending = journey.post(sends, receives, what)
     return Returning(pending, expected, flat)
 
 

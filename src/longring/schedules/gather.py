@@ -5,6 +5,8 @@ The classic collective. It holds all n keys and values on every rank, and in the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -40,6 +42,7 @@ def collect(
     shards: tuple[Shard, ...],
     *,
     what: str,
+    terms: Mapping[str, object] | None = None,
     timeout: float | None = None,
 ) -> list[Tensor]:
     """Whole tensors from every rank's rows of them, [batch, n, ...], in the order of their positions."""
@@ -55,7 +58,7 @@ def collect(
         blocks = [x.new_empty(batch, rows, *x.shape[2:]) for x in local]
         sends = [(target, x) for x in mine if x.numel()]
         receives = [(source, x) for x in blocks if x.numel()]
-        pending = transport.post(sends, receives, what=f"{what}, rows of rank {source}", timeout=timeout)
+        pending = transport.post(sends, receives, what=f"{what}, rows of rank {source}", terms=terms, timeout=timeout)
         return pending, blocks, shards[source]
 
     arriving = ask(1) if size > 1 else None
@@ -69,7 +72,8 @@ def collect(
 
 
 def _gathered(journey: Journey, k: Tensor, v: Tensor, *, phase: str) -> list[Tensor]:
-    return collect(journey.transport, [k, v], journey.task.keys.shards, what=phase, timeout=journey.timeout)
+    shards = journey.task.keys.shards
+    return collect(journey.transport, [k, v], shards, what=phase, terms=journey.terms, timeout=journey.timeout)
 
 
 def _scattered(journey: Journey, found: Gradients, k: Tensor) -> Gradients:
@@ -89,7 +93,7 @@ def _swap(journey: Journey, stop: Stop, given: list[Tensor], brought: list[Tenso
     sends = [] if stop.gradient_sends is None else [(stop.gradient_sends.receiver, x) for x in given]
     receives = [] if stop.gradient_receives is None else [(stop.gradient_receives.sender, x) for x in brought]
     what = f"backward, gradients of rank {stop.source}'s rows"
-    journey.transport.post(sends, receives, what=what, timeout=journey.timeout).wait()
+    journey.post(sends, receives, what).wait()
 
 
 def place_rows(whole: list[Tensor], local: list[Tensor], shard: Shard) -> None:

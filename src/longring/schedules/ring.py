@@ -37,7 +37,7 @@ def backward(journey: Journey, upstream: Upstream, q: Tensor, k: Tensor, v: Tens
     own = None if not abroad else no_gradients(q, k[:, :0])
     following = Follower(journey, k)
     for stop, (their_k, their_v) in visitors(journey, k, v, phase="backward"):
-        if stop is not home:
+        if stop.source != home.source:
             assert own is not None
             contribution = no_gradients(q[:, :0], their_k)._replace(dq=own.dq)
             following.send_on(stop, _add_tiles(journey, upstream, q, their_k, their_v, stop, contribution))
@@ -136,7 +136,7 @@ def _post(
 ) -> Pending:
     sends = [] if sent is None else [(sent.receiver, tensor.contiguous()) for tensor in outgoing]
     receives = [] if expected is None else [(expected.sender, buffer) for buffer in incoming]
-    return journey.transport.post(sends, receives, what=what, timeout=journey.timeout)
+    return journey.post(sends, receives, what)
 
 
 RING = Schedule(forward, backward)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ class Alone:
         receives: Sequence[tuple[int, Tensor]],
         *,
         what: str,
+        terms: Mapping[str, object] | None = None,
         timeout: float | None = None,
     ) -> Pending:
         raise TransportError(f"a single rank has nobody to exchange messages with ({what})")

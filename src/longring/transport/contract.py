@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -32,10 +32,12 @@ class Transport(Protocol):
         receives: Sequence[tuple[int, Tensor]],
         *,
         what: str,
+        terms: Mapping[str, object] | None = None,
         timeout: float | None = None,
     ) -> Pending:
         """Start sending (to, tensor) and receiving (from, buffer) without waiting. Tensors are contiguous.
 
-        `what` names the step and its phase for the error message of a peer that never answers.
+        `what` names the step and its phase for the error message of a peer that never answers. `terms` are the
+        facts that both sides must share: where they differ, the receiver raises and names them.
         """
         ...

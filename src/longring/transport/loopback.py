@@ -1,9 +1,8 @@
 """Ranks as threads of one process: a real exchange of messages, for laptops, tests and `simulate`.
 
-A rank computes only while it holds the world's lock, and hands it on while it waits for a letter: ranks
-take turns, each with all the cores, and a run is the same every time. A letter is opened when its
-receiver waits for it, as late as the contract allows, so that a sender that overwrites a buffer too
-early is caught.
+A letter is opened when its receiver waits for it, as late as the contract allows, so that a sender that
+overwrites a buffer too early is caught. With `take_turns` a rank computes only while it holds the turn, and
+hands it on while it waits: each rank then has all the cores, one after the other.
 """
 
 from __future__ import annotations
@@ -11,39 +10,43 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from ..errors import LongringError, PeerLost, TransportError
+from ..errors import ArgumentError, PeerLost, TransportError
 
 T = TypeVar("T")
+Terms = Mapping[str, object]
 
 
 @dataclass
 class _Letter:
     tensor: Tensor
+    terms: Terms
     opened: bool = False
 
 
 @dataclass
 class _World:
-    """What the ranks share. Everything in it is read and written under its lock."""
+    """What the ranks share. Everything in it but `turn` is read and written under its lock."""
 
     size: int
-    running: int
-    turn: threading.Lock = field(default_factory=threading.Lock)
+    turn: threading.Lock | None  # who holds it computes; taken and given back only without the lock
+    running: int = field(init=False)
+    lock: threading.Lock = field(default_factory=threading.Lock)
     bells: list[threading.Condition] = field(init=False)  # one per rank, rung when it may go on
     letters: dict[tuple[int, int, int], _Letter] = field(default_factory=dict)  # by sender, receiver, number
     waiting: dict[int, Callable[[], bool]] = field(default_factory=dict)  # by rank: what it waits for
     failure: tuple[int, BaseException] | None = None
 
     def __post_init__(self) -> None:
-        self.bells = [threading.Condition(self.turn) for _ in range(self.size)]
+        self.running = self.size
+        self.bells = [threading.Condition(self.lock) for _ in range(self.size)]
 
     def ring_all(self) -> None:
         for bell in self.bells:
@@ -53,6 +56,17 @@ class _World:
         """Whether every rank waits for something that no rank is left to do."""
         return len(self.waiting) == self.running and not any(there() for there in self.waiting.values())
 
+    @contextmanager
+    def turn_handed_on(self) -> Iterator[None]:
+        if self.turn is None:
+            yield
+            return
+        self.turn.release()
+        try:
+            yield
+        finally:
+            self.turn.acquire()
+
 
 class Loopback:
     """One rank of a world of threads."""
@@ -60,6 +74,7 @@ class Loopback:
     def __init__(self, world: _World, rank: int) -> None:
         self._world = world
         self._rank = rank
+        self._thread = 0  # of the rank's program, once it runs
         self._sent: dict[int, int] = defaultdict(int)  # letters so far, by receiver
         self._expected: dict[int, int] = defaultdict(int)  # letters so far, by sender
         self.bytes_sent = 0
@@ -81,23 +96,36 @@ class Loopback:
         receives: Sequence[tuple[int, Tensor]],
         *,
         what: str,
+        terms: Terms | None = None,
         timeout: float | None = None,
     ) -> _InFlight:
-        posted = []
-        for peer, tensor in sends:
+        for peer, tensor in (*sends, *receives):
             _check_message(self, peer, tensor)
-            letter = _Letter(tensor)
-            self._world.letters[self.rank, peer, self._sent[peer]] = letter
-            self._sent[peer] += 1
-            self.bytes_sent += tensor.nbytes
-            posted.append((peer, letter))
-            self._world.bells[peer].notify()
+        self._check_thread()
+        terms = terms or {}
+        with self._world.lock:
+            posted = [(peer, self._send(peer, tensor, terms)) for peer, tensor in sends]
         expected = []
         for peer, buffer in receives:
-            _check_message(self, peer, buffer)
             expected.append((peer, self._expected[peer], buffer))
             self._expected[peer] += 1
-        return _InFlight(self, posted, expected, what, timeout)
+        return _InFlight(self, posted, expected, what, terms, timeout)
+
+    def _send(self, peer: int, tensor: Tensor, terms: Terms) -> _Letter:
+        letter = _Letter(tensor, terms)
+        self._world.letters[self.rank, peer, self._sent[peer]] = letter
+        self._sent[peer] += 1
+        self.bytes_sent += tensor.nbytes
+        self._world.bells[peer].notify()
+        return letter
+
+    def _check_thread(self) -> None:
+        """On a GPU, autograd runs every rank's backward in one thread of its own: they would wait for each other."""
+        if threading.get_ident() != self._thread:
+            raise TransportError(
+                f"rank {self.rank} is a thread, and was called from another one, as autograd does in a backward on a "
+                "GPU; use longring.simulate, which plays all ranks in one backward"
+            )
 
 
 def _check_message(transport: Loopback, peer: int, tensor: Tensor) -> None:
@@ -113,81 +141,110 @@ class _InFlight:
     posted: list[tuple[int, _Letter]]
     expected: list[tuple[int, int, Tensor]]
     what: str
+    terms: Terms
     timeout: float | None
 
     def wait(self) -> None:
+        world, rank = self.transport._world, self.transport.rank
         deadline = None if self.timeout is None else time.monotonic() + self.timeout
         for peer, number, buffer in self.expected:
-            self._open(peer, number, buffer, deadline)
+            place = (peer, rank, number)
+            self._until(lambda place=place: place in world.letters, peer, deadline)
+            with world.lock:
+                letter = world.letters.pop(place)
+            self._open(peer, letter, buffer)
         for peer, letter in self.posted:
             self._until(lambda letter=letter: letter.opened, peer, deadline)
 
-    def _open(self, peer: int, number: int, buffer: Tensor, deadline: float | None) -> None:
+    def _open(self, peer: int, letter: _Letter, buffer: Tensor) -> None:
         world, rank = self.transport._world, self.transport.rank
-        place = (peer, rank, number)
-        self._until(lambda: place in world.letters, peer, deadline)
-        letter = world.letters.pop(place)
+        self._check_terms(peer, letter.terms)
         if letter.tensor.shape != buffer.shape or letter.tensor.dtype != buffer.dtype:
             raise TransportError(
                 f"rank {rank} expected {_spoken(buffer)} from rank {peer} ({self.what}), which sent "
                 f"{_spoken(letter.tensor)}; all ranks must call with the same lengths, heads, dtype and pattern"
             )
         buffer.copy_(letter.tensor)
-        letter.opened = True
-        world.bells[peer].notify()
+        with world.lock:
+            letter.opened = True
+            world.bells[peer].notify()
+
+    def _check_terms(self, peer: int, theirs: Terms) -> None:
+        """Both sides must speak of the same call."""
+        if self.terms is theirs or self.terms == theirs:
+            return
+        both = ((name, self.terms.get(name), theirs.get(name)) for name in {**self.terms, **theirs})
+        differences = "; ".join(f"{name}: {_short(a)} here, {_short(b)} there" for name, a, b in both if a != b)
+        raise TransportError(
+            f"rank {self.transport.rank} and rank {peer} disagree ({self.what}): {differences}; "
+            "all ranks must make the same call"
+        )
 
     def _until(self, there: Callable[[], bool], peer: int, deadline: float | None) -> None:
         """Hand the turn on until `there`, a peer's failure, the deadline, or the moment when all wait in vain."""
+        world = self.transport._world
+        with world.turn_handed_on(), world.lock:
+            while not there():
+                self._check_hope(peer, deadline)
+                left = None if deadline is None else deadline - time.monotonic()
+                world.waiting[self.transport.rank] = there
+                try:
+                    if world.is_stuck():
+                        raise PeerLost(
+                            f"rank {self.transport.rank} waits for rank {peer} ({self.what}), and no rank is left that "
+                            "could go on: all ranks must make the same calls in the same order"
+                        )
+                    world.bells[self.transport.rank].wait(left)
+                finally:
+                    del world.waiting[self.transport.rank]
+
+    def _check_hope(self, peer: int, deadline: float | None) -> None:
         world, rank = self.transport._world, self.transport.rank
-        while not there():
-            if world.failure is not None:
-                lost, reason = world.failure
-                raise PeerLost(f"rank {rank} waited for rank {peer} ({self.what}), but rank {lost} failed: {reason}")
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                raise PeerLost(f"rank {rank} waited {self.timeout:g} s for rank {peer} ({self.what}): no answer")
-            world.waiting[rank] = there
-            try:
-                if world.is_stuck():
-                    raise PeerLost(
-                        f"rank {rank} waits for rank {peer} ({self.what}), and no rank is left that could go on: "
-                        "all ranks must make the same calls in the same order"
-                    )
-                world.bells[rank].wait(left)
-            finally:
-                del world.waiting[rank]
+        if world.failure is not None:
+            lost, reason = world.failure
+            raise PeerLost(f"rank {rank} waited for rank {peer} ({self.what}), but rank {lost} failed: {reason}")
+        if deadline is not None and time.monotonic() >= deadline:
+            raise PeerLost(f"rank {rank} waited {self.timeout:g} s for rank {peer} ({self.what}): no answer")
 
 
 def _spoken(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
 
 
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
 def run_ranks(
     size: int,
     program: Callable[[Loopback], T],
     *,
+    take_turns: bool = False,
     context: Callable[[Loopback], AbstractContextManager[object]] = lambda _: nullcontext(),
 ) -> list[T]:
     """Run the same program on every rank of a new world, and return what each returned, in order of rank.
 
     When a rank raises, the others stop waiting for it, and the first error is raised here. Grad mode is
-    that of the caller. `context` is entered in each rank's thread, around its program.
+    that of the caller. With `take_turns` only one rank computes at a time: a program that waits for another
+    rank by other means than its group must not ask for that. `context` is entered in each rank's thread.
     """
-    if size < 1:
-        raise TransportError(f"a world has at least one rank, got {size}")
-    world = _World(size, running=size)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ArgumentError(f"size must be a whole number of ranks of at least 1, got {size!r}")
+    world = _World(size, threading.Lock() if take_turns else None)
     results: list[T | None] = [None] * size
     grad_enabled = torch.is_grad_enabled()
 
     def live(transport: Loopback) -> None:
-        with world.turn:
-            try:
-                with torch.set_grad_enabled(grad_enabled), context(transport):
-                    results[transport.rank] = program(transport)
-            except BaseException as error:
-                if world.failure is None:
-                    world.failure = (transport.rank, error)
-            finally:
+        transport._thread = threading.get_ident()
+        try:
+            with world.turn or nullcontext(), torch.set_grad_enabled(grad_enabled), context(transport):
+                results[transport.rank] = program(transport)
+        except BaseException as error:
+            with world.lock:
+                world.failure = world.failure or (transport.rank, error)
+        finally:
+            with world.lock:
                 world.running -= 1
                 world.ring_all()
 
@@ -198,7 +255,6 @@ def run_ranks(
         thread.join()
     if world.failure is not None:
         rank, error = world.failure
-        if not isinstance(error, LongringError):
-            error.add_note(f"raised on rank {rank} of {size}")
+        error.add_note(f"raised on rank {rank} of {size}")
         raise error
     return results  # type: ignore[return-value]
