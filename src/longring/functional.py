@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal, Required, TypedDict, Unpack, overload
 
 from torch import Tensor
 
 from .autograd import ExactAttention
 from .call import Choice, Options, prepare, refuse_unbuilt
+from .errors import ArgumentError
 from .geometry.patterns import Dense, Dilated, Pattern
 from .plan.work import pairs
 from .sharding import Sharding
@@ -16,14 +17,37 @@ from .sharding import Sharding
 CAUSAL = Dense(causal=True)
 
 
+class CallOptions(TypedDict, total=False):
+    """The options of `attention` that are the same for every pattern."""
+
+    kv_sharding: Sharding | None
+    group: Any
+    layout: str | None
+    query_offset: int | None
+    kernel: str
+    scale: float | None
+    deterministic: bool
+    timeout: float | None
+
+
+class AttentionOptions(CallOptions, total=False):
+    pattern: Pattern
+    sharding: Sharding | None
+    schedule: str
+
+
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = ..., return_lse: Literal[False] = ..., **options: Any
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[AttentionOptions]
 ) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = ..., return_lse: bool, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[AttentionOptions]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -58,6 +82,8 @@ def attention(
     timeout:        seconds after which a silent peer is an error.
     """
     refuse_unbuilt("attention", not_built)
+    if not isinstance(return_lse, bool):
+        raise ArgumentError(f"return_lse must be True or False, got {return_lse!r}")
     options = Options(
         sharding, kv_sharding, group, layout, query_offset, schedule, kernel, scale, deterministic, timeout
     )
@@ -65,6 +91,22 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+class RingOptions(CallOptions, total=False):
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    documents: Any
+    lengths: Any
+    sharding: Sharding | None
+
+
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[RingOptions]
+) -> Tensor: ...
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[RingOptions]
+) -> tuple[Tensor, Tensor]: ...
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -75,13 +117,35 @@ def ring_attention(
     documents: Any = None,
     lengths: Any = None,
     sharding: Sharding | None = None,
+    return_lse: bool = False,
     **options: Any,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Dense attention by the ring schedule; further options as for `attention`."""
+    if "schedule" in options:
+        raise ArgumentError(f"ring_attention is the ring; for schedule={options['schedule']!r} use attention")
     pattern = Dense(causal=causal, window=window, documents=documents, lengths=lengths)
-    return attention(q, k, v, pattern=pattern, sharding=sharding, schedule="ring", **options)
+    return attention(q, k, v, pattern=pattern, sharding=sharding, schedule="ring", return_lse=return_lse, **options)
 
 
+class DilatedOptions(CallOptions, total=False):
+    segment_lengths: Required[Any]
+    dilation_rates: Required[Any]
+    causal: bool
+    phase: str
+    documents: Any
+    mixing_gradient: bool
+    sharding: Sharding | None
+    schedule: str
+
+
+@overload
+def dilated_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[DilatedOptions]
+) -> Tensor: ...
+@overload
+def dilated_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[DilatedOptions]
+) -> tuple[Tensor, Tensor]: ...
 def dilated_attention(
     q: Tensor,
     k: Tensor,
@@ -94,8 +158,9 @@ def dilated_attention(
     documents: Any = None,
     mixing_gradient: bool = True,
     sharding: Sharding | None = None,
+    return_lse: bool = False,
     **options: Any,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """LongNet's dilated attention, its branches mixed by one softmax; further options as for `attention`.
 
     mixing_gradient=False, which keeps gradients from flowing through the mixing weights as the authors' code
@@ -104,7 +169,7 @@ def dilated_attention(
     if mixing_gradient is not True:
         refuse_unbuilt("dilated_attention", {"mixing_gradient": mixing_gradient})
     pattern = Dilated(segment_lengths, dilation_rates, causal=causal, phase=phase, documents=documents)
-    return attention(q, k, v, pattern=pattern, sharding=sharding, **options)
+    return attention(q, k, v, pattern=pattern, sharding=sharding, return_lse=return_lse, **options)
 
 
 @dataclass(frozen=True)

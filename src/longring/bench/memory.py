@@ -23,7 +23,7 @@ class Peak:
 def measured_peak() -> Iterator[Peak]:
     """Follow every allocation of the current thread. Only one measurement can run at a time in a process."""
     peak = Peak()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
         yield peak
     peak.bytes = _highest(prof)
 

@@ -1,0 +1,5 @@
+"""`python -m longring` is the command `longring`."""
+
+from .cli import main
+
+main()
