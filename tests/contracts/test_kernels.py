@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from longring.geometry.itinerary import tiles_between
@@ -44,7 +44,6 @@ def whole(task) -> tuple[Tile, ...]:
 
 
 @every_kernel
-@settings(max_examples=40)
 @given(task=small_tasks, share=st.integers(1, 3), with_dlse=st.booleans())
 def test_every_task_equals_the_definition(kernel, task, share, with_dlse):
     q, k, v, dout, dlse = tensors(task.problem, share)
@@ -57,7 +56,6 @@ def test_every_task_equals_the_definition(kernel, task, share, with_dlse):
 
 @every_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@settings(max_examples=15)
 @given(task=small_tasks, share=st.integers(1, 2))
 def test_narrow_dtypes_keep_their_budget(kernel, dtype, task, share):
     q, k, v, dout, dlse = tensors(task.problem, share, dtype=dtype)
@@ -68,7 +66,6 @@ def test_narrow_dtypes_keep_their_budget(kernel, dtype, task, share):
 
 
 @every_kernel
-@settings(max_examples=20)
 @given(task=small_tasks, cut=st.integers(0, 30))
 def test_tiles_may_come_in_several_lists(kernel, task, cut):
     """A schedule hands over a stop's tiles at a time: totals carry from call to call."""
