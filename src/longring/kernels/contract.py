@@ -68,6 +68,13 @@ class Kernel(Protocol):
 
 
 def no_gradients(q: Tensor, k: Tensor) -> Gradients:
-    dtype = accumulator_dtype(q.dtype)
-    dq, dk, dv = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (q, k, k))
-    return Gradients(dq, dk, dv)
+    return with_other_keys(_zeros(q), k)
+
+
+def with_other_keys(dq: Tensor, k: Tensor) -> Gradients:
+    """dQ as it is so far, and nothing yet for the keys and values at hand."""
+    return Gradients(dq, _zeros(k), _zeros(k))
+
+
+def _zeros(like: Tensor) -> Tensor:
+    return torch.zeros(like.shape, dtype=accumulator_dtype(like.dtype), device=like.device)

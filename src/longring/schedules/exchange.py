@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..geometry.itinerary import Parcel, Stop
 from ..geometry.tiles import Tile
-from ..kernels.contract import Gradients, Upstream, no_gradients
+from ..kernels.contract import Gradients, Upstream, no_gradients, with_other_keys
 from ..numerics.online_softmax import Partial, accumulator_dtype, nothing_seen
 from ..transport.contract import Pending
 from .contract import Journey, Schedule
@@ -34,7 +34,7 @@ def backward(journey: Journey, upstream: Upstream, q: Tensor, k: Tensor, v: Tens
         if own is None:
             own = _own_gradients(journey, upstream, q, k, v, visit)
             continue
-        found = no_gradients(q[:, :0], visit.k)._replace(dq=own.dq)
+        found = with_other_keys(own.dq, visit.k)
         if visit.tiles:
             found = journey.kernel.backward(
                 upstream, q, visit.k, visit.v, visit.tiles, scale=journey.scale, total=found

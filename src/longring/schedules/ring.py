@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..geometry.itinerary import Parcel, Stop
-from ..kernels.contract import Gradients, Upstream, no_gradients
+from ..kernels.contract import Gradients, Upstream, no_gradients, with_other_keys
 from ..numerics.online_softmax import Partial, accumulator_dtype, nothing_seen
 from ..transport.contract import Pending
 from .contract import Journey, Schedule
@@ -33,17 +33,16 @@ def backward(journey: Journey, upstream: Upstream, q: Tensor, k: Tensor, v: Tens
 
     The rank's own block is computed last, while its gradients are on the last hop home.
     """
-    home, *abroad = journey.itinerary
-    own = None if not abroad else no_gradients(q, k[:, :0])
+    home = journey.itinerary[0]
+    if len(journey.itinerary) == 1:
+        return _add_tiles(journey, upstream, q, k, v, home, None)
+    dq = no_gradients(q, k[:, :0]).dq
     following = Follower(journey, k)
     for stop, (their_k, their_v) in visitors(journey, k, v, phase="backward"):
         if stop.source != home.source:
-            assert own is not None
-            contribution = no_gradients(q[:, :0], their_k)._replace(dq=own.dq)
-            following.send_on(stop, _add_tiles(journey, upstream, q, their_k, their_v, stop, contribution))
-    if own is not None:
-        own = no_gradients(q[:, :0], k)._replace(dq=own.dq)
-    own = _add_tiles(journey, upstream, q, k, v, home, own)
+            found = _add_tiles(journey, upstream, q, their_k, their_v, stop, with_other_keys(dq, their_k))
+            following.send_on(stop, found)
+    own = _add_tiles(journey, upstream, q, k, v, home, with_other_keys(dq, k))
     following.add_home(own)
     return own
 
