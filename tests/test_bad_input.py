@@ -169,6 +169,8 @@ ONE_RANK = lr.Sharding(8)
         (ArgumentError, {"scale": float("nan")}, "scale must be a finite number, got nan"),
         (ArgumentError, {"scale": float("inf")}, "scale must be a finite number, got inf"),
         (ArgumentError, {"scale": "1"}, "scale must be a finite number, got '1'"),
+        (ArgumentError, {"scale": True}, "scale must be a finite number, got True"),
+        (ArgumentError, {"timeout": True}, "timeout must be a positive number of seconds"),
         (ArgumentError, {"timeout": 0}, "timeout must be a positive number of seconds, or None; got 0"),
         (ArgumentError, {"timeout": -1.0}, "timeout must be a positive number of seconds"),
         (ArgumentError, {"timeout": "1 s"}, "timeout must be a positive number of seconds"),

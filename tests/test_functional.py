@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import longring as lr
+from longring.kernels.select import KERNELS
 from longring.testing import Result, judge, run_ranks
 from longring.testing.budgets import distance
 
@@ -122,10 +123,54 @@ def test_large_head_dimensions_fall_to_the_reference_and_are_exact():
     assert all(verdict.ok for verdict in judge(got, q, k, v, lr.Dense(), dout))
 
 
+def test_a_column_is_left_for_the_gradient_of_lse():
+    """The fused kernel takes 512 columns, and the gradient of lse needs one."""
+    assert lr.explain(*tensors(n_q=3, d=511)).kernel.name == "sdpa"
+    wide = tensors(n_q=3, d=512)
+    assert lr.explain(*wide).kernel.name == "reference"
+    with pytest.raises(lr.KernelRefusal, match="head dimension below 512, got 512"):
+        lr.attention(*wide, kernel="sdpa")
+
+
 def test_deterministic_gives_the_same_bits():
     q, k, v = tensors(n_q=200, dtype=torch.float32)
     runs = [torch.autograd.grad(lr.attention(q, k, v, deterministic=True).sum(), (q, k, v)) for _ in range(2)]
     assert all(map(torch.equal, *runs))
+
+
+def test_deterministic_never_takes_a_kernel_that_is_not(monkeypatch):
+    monkeypatch.setattr(KERNELS["sdpa"], "is_deterministic", False)
+    q, k, v = tensors()
+    assert lr.explain(q, k, v).kernel.name == "sdpa"
+    chosen = lr.explain(q, k, v, deterministic=True).kernel
+    assert chosen.name == "reference"
+    assert "other bits from run to run" in chosen.reason
+    with pytest.raises(lr.KernelRefusal, match="deterministic=True was asked for"):
+        lr.attention(q, k, v, kernel="sdpa", deterministic=True)
+
+
+@pytest.mark.parametrize(
+    "options", [{"causal": False}, {"window": (3, 0)}, {"documents": [0, 5, 13]}, {"lengths": [13, 4]}], ids=str
+)
+def test_ring_attention_is_dense_attention_of_its_options(options):
+    q, k, v = tensors()
+    want = lr.attention(q, k, v, pattern=lr.Dense(**options))
+    assert not torch.equal(want, lr.attention(q, k, v))
+    assert torch.equal(lr.ring_attention(q, k, v, **options), want)
+
+
+@pytest.mark.parametrize("options", [{"causal": False}, {"phase": "block"}, {"documents": [0, 5, 13]}], ids=str)
+def test_dilated_attention_is_attention_of_its_options(options):
+    q, k, v = tensors(heads=6, kv_heads=3)
+    want = lr.attention(q, k, v, pattern=lr.Dilated([4, 8], [1, 2], **options))
+    assert not torch.equal(want, lr.dilated_attention(q, k, v, **DILATED))
+    assert torch.equal(lr.dilated_attention(q, k, v, **DILATED, **options), want)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "exchange", "gather"])
+def test_a_schedule_asked_for_by_name_is_taken(schedule):
+    q, k, v = tensors()
+    assert lr.explain(q, k, v, schedule=schedule).schedule == (schedule, "asked for by name")
 
 
 def test_rows_left_out_are_warned_about_once():
@@ -330,3 +375,16 @@ def test_shards_lie_in_memory_as_they_read():
         return part.is_contiguous(), s.unshard(part).is_contiguous()
 
     assert run_ranks(2, program) == [(True, True)] * 2
+
+
+def test_the_world_is_the_one_that_torch_knows(monkeypatch):
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+    with pytest.raises(lr.ScheduleRefusal, match="world of 4 ranks"):
+        lr.ring_attention(*tensors())
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+def test_process_groups_are_known_and_not_built():
+    with pytest.raises(lr.NotBuilt, match=r"group is a ProcessGroup, .* not built yet"):
+        lr.Sharding(8, torch.distributed.ProcessGroup(0, 1))

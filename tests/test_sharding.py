@@ -99,3 +99,11 @@ def test_alone_nothing_is_cut():
     assert (s.rank, s.ranks, s.local_length) == (0, 1, 5)
     assert torch.equal(s.shard(x), x)
     assert torch.equal(s.unshard(x), x)
+
+
+def test_what_is_sharded_and_unsharded_is_a_tensor_of_its_own():
+    x = torch.randn(1, 5, 2)
+    s = lr.Sharding(5)
+    for mine in (s.shard(x), s.unshard(x)):
+        mine.zero_()
+    assert x.all()

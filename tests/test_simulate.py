@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 import longring as lr
 from longring.errors import RowsLeftOut
+from longring.geometry.patterns import Problem
+from longring.simulation import _dealt
 from longring.testing import Result, budgets, judge, oracle, relative_error
 from longring.testing.budgets import distance
 from strategies import patterns, problems
@@ -226,3 +228,37 @@ def test_the_numbers_are_of_the_forward_and_then_of_both():
     assert sim.backward is not None
     assert all(both > f for both, f in zip(sim.bytes_sent, forward, strict=True))
     assert all(both >= f for both, f in zip(sim.peak_bytes, sim.forward.peak_bytes, strict=True))
+    assert sim.peak_bytes == tuple(map(max, sim.forward.peak_bytes, sim.backward.peak_bytes))
+    assert all(b > f for b, f in zip(sim.backward.peak_bytes, sim.forward.peak_bytes, strict=True))  # dout, dq, dk, dv
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_sixteen_bits_send_what_was_predicted(schedule):
+    """Keys and values in 16 bits, gradients in 32."""
+    q, k, v, dout, _ = tensors(1, 61, 61, 4, 2, 8, torch.bfloat16)
+    _, sim = play(q, k, v, dout, ranks=4, schedule=schedule)
+    assert sim.forward.bytes_sent == sim.forward.predicted_bytes
+    assert sim.backward is not None
+    assert sim.backward.bytes_sent == sim.backward.predicted_bytes
+
+
+def test_what_is_asked_for_by_name_is_taken():
+    q, k, v, _, _ = tensors(1, 24, 24, 2, 2, 4)
+    for schedule in SCHEDULES:
+        assert lr.simulate(q, k, v, ranks=3, schedule=schedule).schedule.name == schedule
+    for kernel in ("sdpa", "reference"):
+        assert lr.simulate(q, k, v, ranks=3, kernel=kernel).kernel.name == kernel
+    for layout in ("contiguous", "zigzag", "striped"):
+        assert lr.simulate(q, k, v, ranks=3, layout=layout).layout == layout
+
+
+def test_align_holds_for_keys_and_for_queries_of_another_length():
+    for layout in _dealt("contiguous", lr.Dense(), Problem(1, 20, 41, 1, 21), ranks=3, align=8):
+        assert all(r.start % 8 == 0 for shard in layout.shards for r in shard)
+
+
+def test_each_rank_holds_its_own_part():
+    """Seven tokens on three ranks: 3, 2 and 2."""
+    q, k, v, _, _ = tensors(1, 7, 7, 1, 1, 4)
+    first, second, third = lr.simulate(q, k, v, ranks=3, layout="contiguous", pattern=PATTERNS["full"]).peak_bytes
+    assert first > max(second, third)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from longring.geometry.itinerary import tiles_between
-from longring.geometry.tiles import Tile
+from longring.geometry.patterns import Dense
+from longring.geometry.tiles import Repeat, Tile
 from longring.kernels.contract import Upstream
 from longring.kernels.select import KERNELS
 from longring.numerics.online_softmax import accumulator_dtype, nothing_seen
@@ -108,8 +111,6 @@ def test_long_tiles_are_cut_without_a_trace(kernel):
     tile = Tile(range(1), range(2), range(n), range(n), -left, 0)
     q, k, v, dout = (torch.randn(1, n, 2, 4, dtype=torch.float64) for _ in range(4))
     got = run(kernel, q, k, v, [tile], dout, None)
-    from longring.geometry.patterns import Dense
-
     want = oracle(q, k, v, Dense(causal=True, window=(left, 0)), dout, scale=0.5)
     for name in Result._fields:
         assert distance(getattr(got, name), getattr(want, name)) < 1e-10, name
@@ -137,3 +138,43 @@ def test_the_reference_keeps_poison_to_the_rows_that_see_it(poison, where):
     assert torch.equal(got.out[:, :7], clean.out[:, :7])
     assert torch.equal(got.dq[:, :7], clean.dq[:, :7])
     assert not got.out[:, 7:].isfinite().all(-1).any()
+
+
+@pytest.mark.parametrize("where", ["k", "v"])
+def test_the_reference_keeps_poison_from_keys_that_its_rows_do_not_see(where):
+    """Token 7 and a window of 2: rows 7 to 9 are poisoned, and with them the keys 5 to 9, but no others."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 16, 1, 4, dtype=torch.float64) for _ in range(4))
+    tile = [Tile(range(1), range(1), range(16), range(16), -2, 0)]
+    clean = run(KERNELS["reference"], q, k, v, tile, dout, None)
+    {"k": k, "v": v}[where][0, 7] = torch.nan
+    got = run(KERNELS["reference"], q, k, v, tile, dout, None)
+    for name in ("out", "dq", "dk", "dv"):
+        for apart in (slice(5), slice(10, None)):
+            assert torch.equal(getattr(got, name)[:, apart], getattr(clean, name)[:, apart]), name
+
+
+DOCUMENT = Tile(range(2), range(3), range(30), range(30), None, 0)
+
+
+@every_kernel
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        [DOCUMENT, replace(DOCUMENT, rows=range(30, 60), cols=range(30, 60))],
+        [replace(DOCUMENT, repeat=Repeat(3, 30, 30))],
+    ],
+    ids=["two tiles", "a tile that stands three times"],
+)
+def test_tiles_cut_by_batch_row_repeat_and_head_leave_nothing_out(kernel, tiles, monkeypatch):
+    """What large tensors make a kernel do, on small ones: two of three heads at a time, then the third."""
+    torch.manual_seed(0)
+    monkeypatch.setattr("longring.kernels.reference.SCORES_AT_ONCE", 30 * 30 * 2 * 2)
+    monkeypatch.setattr("longring.kernels.sdpa.SMALLEST_PORTION", 2 * 30 * 2 * 4 * 2)
+    n = 30 * sum(tile.repeat.count for tile in tiles)
+    q, dout = (torch.randn(2, n, 6, 4, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(2, n, 3, 4, dtype=torch.float64) for _ in range(2))
+    got = run(kernel, q, k, v, tiles, dout, None)
+    want = oracle(q, k, v, Dense(documents=range(0, n + 1, 30)), dout, scale=0.5)
+    for name in Result._fields:
+        assert distance(getattr(got, name), getattr(want, name)) < 1e-11, name

@@ -355,6 +355,15 @@ def test_the_ledger_counts_new_storages_and_releases_them():
     assert (ledger.live_bytes, ledger.peak_bytes) == (0, 800)
 
 
+def test_the_ledger_remembers_the_highest_peak():
+    with Ledger() as ledger:
+        x = torch.zeros(100)
+        del x
+        y = torch.zeros(10)
+        assert (ledger.live_bytes, ledger.peak_bytes) == (40, 400)
+        del y
+
+
 def test_the_ledger_counts_views_and_in_place_results_once():
     with Ledger() as ledger:
         x = torch.zeros(10, 10)
