@@ -15,8 +15,9 @@ from longring.geometry.tiles import Repeat, Tile
 from longring.kernels.contract import Upstream
 from longring.kernels.select import KERNELS
 from longring.numerics.online_softmax import accumulator_dtype, nothing_seen
-from longring.testing import Result, judge, oracle
+from longring.testing import Result, judge, oracle, relative_error
 from longring.testing.budgets import distance
+from longring.transport.ledger import Ledger
 from strategies import tasks
 
 every_kernel = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
@@ -140,14 +141,14 @@ def test_the_reference_keeps_poison_to_the_rows_that_see_it(poison, where):
     assert not got.out[:, 7:].isfinite().all(-1).any()
 
 
-@pytest.mark.parametrize("where", ["k", "v"])
+@pytest.mark.parametrize("where", ["q", "k", "v", "dout"])
 def test_the_reference_keeps_poison_from_keys_that_its_rows_do_not_see(where):
-    """Token 7 and a window of 2: rows 7 to 9 are poisoned, and with them the keys 5 to 9, but no others."""
+    """Token 7 and a window of 2: at most rows 7 to 9 are poisoned, and with them the keys 5 to 9, but no others."""
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, 16, 1, 4, dtype=torch.float64) for _ in range(4))
     tile = [Tile(range(1), range(1), range(16), range(16), -2, 0)]
     clean = run(KERNELS["reference"], q, k, v, tile, dout, None)
-    {"k": k, "v": v}[where][0, 7] = torch.nan
+    {"q": q, "k": k, "v": v, "dout": dout}[where][0, 7] = torch.nan
     got = run(KERNELS["reference"], q, k, v, tile, dout, None)
     for name in ("out", "dq", "dk", "dv"):
         for apart in (slice(5), slice(10, None)):
@@ -178,3 +179,43 @@ def test_tiles_cut_by_batch_row_repeat_and_head_leave_nothing_out(kernel, tiles,
     want = oracle(q, k, v, Dense(documents=range(0, n + 1, 30)), dout, scale=0.5)
     for name in Result._fields:
         assert distance(getattr(got, name), getattr(want, name)) < 1e-11, name
+
+
+@every_kernel
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_scores_of_any_size_are_masked(kernel, sign):
+    """A mask is no large negative number: all scores may be further from 0 than that."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 12, 1, 4, dtype=torch.float64) for _ in range(4))
+    q[..., 0], k[..., 0] = 200, sign * 200  # scores around 20,000: lse alone is rounded by 4e-12, dq by 200 times that
+    got = run(kernel, q, k, v, [Tile(range(1), range(1), range(12), range(12), -3, 0)], dout, None)
+    want = oracle(q, k, v, Dense(window=(3, 0)), dout, scale=0.5)
+    for name in Result._fields:
+        assert relative_error(getattr(got, name), getattr(want, name)) < 1e-8, name
+
+
+def held_by(kernel, q, k, v, tiles):
+    """(forward, backward) bytes at the peak, results included."""
+    with Ledger() as forward:
+        total = kernel.forward(q, k, v, tiles, scale=0.5)
+    upstream = Upstream(torch.ones_like(q), None, total.out, total.lse.float())
+    with Ledger() as backward:
+        kernel.backward(upstream, q, k, v, tiles, scale=0.5)
+    return forward.peak_bytes, backward.peak_bytes
+
+
+def test_sdpa_holds_the_results_of_one_piece_at_a_time():
+    q, k, v = (torch.randn(1, 256, 4, 16) for _ in range(3))
+    quarters = [range(first, first + 64) for first in range(0, 256, 64)]
+    forward, backward = held_by(KERNELS["sdpa"], q, k, v, [Tile(range(1), range(4), r, r, None, 0) for r in quarters])
+    assert forward < 1.6 * q.nbytes  # out and lse of all, out and lse of one quarter
+    assert backward < 4 * q.nbytes  # three gradients of all, three of one quarter
+
+
+def test_the_reference_holds_few_scores_at_a_time_whatever_the_batch_and_heads(monkeypatch):
+    monkeypatch.setattr("longring.kernels.reference.SIDE", 32)
+    monkeypatch.setattr("longring.kernels.reference.SCORES_AT_ONCE", 32 * 32)
+    q, k, v = (torch.randn(2, 64, 8, 4) for _ in range(3))
+    tile = Tile(range(2), range(8), range(64), range(64), None, 0)
+    for held in held_by(KERNELS["reference"], q, k, v, [tile]):
+        assert held < 3 * q.nbytes + 16 * 32 * 32 * 4  # and not 2 * 8 times as much
