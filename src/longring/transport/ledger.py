@@ -1,4 +1,4 @@
-"""What a virtual rank sent and held: bytes counted as they happen, not predicted."""
+"""What a virtual rank held: bytes counted as they happen, not predicted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ class Ledger(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes_sent = 0
         self.live_bytes = 0
         self.peak_bytes = 0
 
