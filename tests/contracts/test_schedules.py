@@ -23,12 +23,28 @@ class Watched:
 
     def __init__(self, transport):
         self.transport, self.rank, self.size = transport, transport.rank, transport.size
+        self.node_ranks = transport.node_ranks
         self.timeouts, self.under_way = [], 0
 
-    def post(self, sends, receives, *, what, terms=None, timeout=None):
-        self.timeouts.append(timeout)
-        self.under_way += 1
-        return Arrival(self, self.transport.post(sends, receives, what=what, terms=terms, timeout=timeout))
+    def converse(self, terms, *, timeout=None):
+        return WatchedTalk(self, self.transport.converse(terms, timeout=timeout), timeout)
+
+
+class WatchedTalk:
+    def __init__(self, watched, talk, timeout):
+        self.watched, self.talk, self.timeout = watched, talk, timeout
+
+    def __enter__(self):
+        self.talk.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        return self.talk.__exit__(*error)
+
+    def post(self, sends, receives, *, what):
+        self.watched.timeouts.append(self.timeout)
+        self.watched.under_way += 1
+        return Arrival(self.watched, self.talk.post(sends, receives, what=what))
 
 
 class Arrival:

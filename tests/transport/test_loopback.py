@@ -17,10 +17,14 @@ def numbers(*values, dtype=torch.float32):
     return torch.tensor(values, dtype=dtype)
 
 
+def talk(transport, timeout=None, terms=None):
+    return transport.converse(terms or {}, timeout=timeout)
+
+
 def swap(transport, value, *, what="a swap", timeout=None):
     """Send one number to the other of two ranks, and return the number it sent."""
     peer, buffer = 1 - transport.rank, numbers(0)
-    transport.post([(peer, numbers(value))], [(peer, buffer)], what=what, timeout=timeout).wait()
+    talk(transport, timeout).post([(peer, numbers(value))], [(peer, buffer)], what=what).wait()
     return buffer.item()
 
 
@@ -43,14 +47,14 @@ def test_a_loopback_is_a_transport():
 def test_letters_of_one_channel_arrive_in_the_order_they_were_posted():
     def program(transport):
         if transport.rank == 0:
-            early = transport.post([(1, numbers(1)), (1, numbers(2))], [], what="early")
-            late = transport.post([(1, numbers(3))], [], what="late")
+            early = talk(transport).post([(1, numbers(1)), (1, numbers(2))], [], what="early")
+            late = talk(transport).post([(1, numbers(3))], [], what="late")
             early.wait()
             late.wait()
             return None
         buffers = [numbers(0) for _ in range(3)]
-        first = transport.post([], [(0, buffers[0])], what="first")
-        rest = transport.post([], [(0, buffers[1]), (0, buffers[2])], what="rest")
+        first = talk(transport).post([], [(0, buffers[0])], what="first")
+        rest = talk(transport).post([], [(0, buffers[1]), (0, buffers[2])], what="rest")
         rest.wait()  # waiting in another order changes nothing: the order of posting decides
         first.wait()
         return [buffer.item() for buffer in buffers]
@@ -65,7 +69,7 @@ def test_channels_are_apart():
         others = [rank for rank in range(transport.size) if rank != transport.rank]
         buffers = {rank: numbers(0) for rank in others}
         sends = [(rank, numbers(10 * transport.rank + rank)) for rank in reversed(others)]
-        transport.post(sends, list(buffers.items()), what="all to all").wait()
+        talk(transport).post(sends, list(buffers.items()), what="all to all").wait()
         return {rank: buffer.item() for rank, buffer in buffers.items()}
 
     heard = run_ranks(4, program)
@@ -76,10 +80,10 @@ def test_a_letter_is_read_when_its_receiver_waits_so_overwriting_early_is_caught
     def program(transport, patient):
         if transport.rank == 1:
             buffer = numbers(0)
-            transport.post([], [(0, buffer)], what="a letter").wait()
+            talk(transport).post([], [(0, buffer)], what="a letter").wait()
             return buffer.item()
         sent = numbers(1)
-        pending = transport.post([(1, sent)], [], what="a letter")
+        pending = talk(transport).post([(1, sent)], [], what="a letter")
         if patient:
             pending.wait()
         sent.fill_(-1)
@@ -93,7 +97,9 @@ def test_a_letter_is_read_when_its_receiver_waits_so_overwriting_early_is_caught
 def test_a_buffer_is_untouched_until_its_receiver_waits():
     def program(transport):
         buffer = numbers(0)
-        pending = transport.post([(1 - transport.rank, numbers(7))], [(1 - transport.rank, buffer)], what="a letter")
+        pending = talk(transport).post(
+            [(1 - transport.rank, numbers(7))], [(1 - transport.rank, buffer)], what="a letter"
+        )
         before = buffer.item()
         pending.wait()
         return before, buffer.item()
@@ -105,10 +111,10 @@ def test_bytes_are_counted_where_they_are_sent():
     def program(transport):
         if transport.rank == 0:
             sends = [(1, torch.zeros(3, 5, dtype=torch.bfloat16)), (1, torch.zeros(2, dtype=torch.float64))]
-            transport.post(sends, [], what="two letters").wait()
+            talk(transport).post(sends, [], what="two letters").wait()
         else:
             receives = [(0, torch.zeros(3, 5, dtype=torch.bfloat16)), (0, torch.zeros(2, dtype=torch.float64))]
-            transport.post([], receives, what="two letters").wait()
+            talk(transport).post([], receives, what="two letters").wait()
         return transport.bytes_sent
 
     assert run_ranks(2, program) == [3 * 5 * 2 + 2 * 8, 0]
@@ -116,9 +122,9 @@ def test_bytes_are_counted_where_they_are_sent():
 
 def test_empty_letters_and_empty_posts_are_fine():
     def program(transport):
-        transport.post([], [], what="nothing").wait()
+        talk(transport).post([], [], what="nothing").wait()
         peer = 1 - transport.rank
-        transport.post([(peer, torch.zeros(2, 0))], [(peer, torch.zeros(2, 0))], what="no rows").wait()
+        talk(transport).post([(peer, torch.zeros(2, 0))], [(peer, torch.zeros(2, 0))], what="no rows").wait()
         return transport.bytes_sent
 
     assert run_ranks(2, program) == [0, 0]
@@ -127,9 +133,9 @@ def test_empty_letters_and_empty_posts_are_fine():
 def test_a_world_of_one_runs_and_has_nobody_to_write_to():
     assert run_ranks(1, lambda transport: transport.size) == [1]
     with pytest.raises(TransportError, match="rank 0 of 1 cannot exchange a message with rank 0"):
-        run_ranks(1, lambda transport: transport.post([(0, numbers(1))], [], what="a letter"))
+        run_ranks(1, lambda transport: talk(transport).post([(0, numbers(1))], [], what="a letter"))
     with pytest.raises(TransportError, match=r"nobody to exchange messages with \(a letter\)"):
-        Alone().post([], [], what="a letter")
+        talk(Alone()).post([], [], what="a letter")
 
 
 def test_a_world_has_at_least_one_rank():
@@ -150,14 +156,14 @@ def test_grad_mode_is_the_callers():
 @pytest.mark.parametrize("peer", [0, 2, -1])
 def test_a_letter_to_oneself_or_to_nobody_is_refused(peer):
     with pytest.raises(TransportError, match=f"rank 0 of 2 cannot exchange a message with rank {peer}"):
-        run_ranks(2, lambda t: t.post([(peer, numbers(1))], [], what="a letter") if t.rank == 0 else None)
+        run_ranks(2, lambda t: talk(t).post([(peer, numbers(1))], [], what="a letter") if t.rank == 0 else None)
 
 
 def test_tensors_must_be_contiguous_on_both_sides():
     crooked = torch.zeros(4, 3).mT
     for sends, receives in (([(1, crooked)], []), ([], [(1, crooked)])):
         with pytest.raises(TransportError, match="rank 0 can only send and receive contiguous"):
-            run_ranks(2, lambda t, s=sends, r=receives: t.post(s, r, what="a letter") if t.rank == 0 else None)
+            run_ranks(2, lambda t, s=sends, r=receives: talk(t).post(s, r, what="a letter") if t.rank == 0 else None)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +177,7 @@ def test_tensors_must_be_contiguous_on_both_sides():
 def test_a_letter_of_another_shape_or_dtype_is_refused_naming_both(sent, expected, words):
     def program(transport):
         sends, receives = ([(1, sent)], []) if transport.rank == 0 else ([], [(0, expected)])
-        transport.post(sends, receives, what="step 3").wait()
+        talk(transport).post(sends, receives, what="step 3").wait()
 
     match = rf"rank 1 expected {words[0]} from rank 0 \(step 3\), which sent {words[1]}"
     with pytest.raises(TransportError, match=match):
@@ -188,7 +194,7 @@ def test_the_first_error_reaches_the_caller_with_its_rank_and_stops_all_others()
         if transport.rank == 1:
             raise ZeroDivisionError("one over nothing")
         try:
-            transport.post([], [(1, numbers(0))], what="step 4").wait()
+            talk(transport).post([], [(1, numbers(0))], what="step 4").wait()
         except PeerLost as error:
             stopped.append((transport.rank, str(error)))
             raise
@@ -208,7 +214,7 @@ def test_a_failure_stops_ranks_that_wait_for_somebody_else():
         if transport.rank == 2:
             raise ZeroDivisionError("one over nothing")
         swap(transport, 1)
-        transport.post([], [(1 - transport.rank, numbers(0))], what="too much").wait()
+        talk(transport).post([], [(1 - transport.rank, numbers(0))], what="too much").wait()
 
     with pytest.raises(ZeroDivisionError):
         run_ranks(3, program)
@@ -226,7 +232,7 @@ def test_ranks_that_make_different_calls_are_told_so_instead_of_hanging():
 
 def test_ranks_that_all_wait_for_each_other_are_told_so():
     def program(transport):
-        transport.post([], [((transport.rank + 1) % transport.size, numbers(0))], what="a circle").wait()
+        talk(transport).post([], [((transport.rank + 1) % transport.size, numbers(0))], what="a circle").wait()
 
     with pytest.raises(PeerLost, match=r"\(a circle\), and no rank is left that could go on"):
         run_ranks(3, program)
@@ -235,7 +241,7 @@ def test_ranks_that_all_wait_for_each_other_are_told_so():
 def test_a_letter_that_nobody_opens_is_noticed():
     def program(transport):
         if transport.rank == 0:
-            transport.post([(1, numbers(1))], [], what="unread").wait()
+            talk(transport).post([(1, numbers(1))], [], what="unread").wait()
 
     with pytest.raises(PeerLost, match=r"rank 0 waits for rank 1 \(unread\), and no rank is left"):
         run_ranks(2, program)
@@ -245,7 +251,7 @@ def test_a_silent_peer_is_lost_when_the_timeout_has_passed():
     def program(transport):
         if transport.rank == 0:
             swap(transport, 1)
-            transport.post([], [(1, numbers(0))], what="step 5", timeout=0.01).wait()
+            talk(transport, 0.01).post([], [(1, numbers(0))], what="step 5").wait()
         else:
             swap(transport, 1)
             time.sleep(0.1)  # holds its turn, as a rank that computes does
@@ -332,7 +338,8 @@ def test_terms_that_differ_are_named_with_both_values():
     def program(transport):
         peer = 1 - transport.rank
         sends, receives = [(peer, torch.zeros(1))], [(peer, torch.zeros(1))]
-        transport.post(sends, receives, what="a letter", terms={"scale": float(transport.rank), "d": 4}).wait()
+        terms = {"scale": float(transport.rank), "d": 4}
+        talk(transport, terms=terms).post(sends, receives, what="a letter").wait()
 
     with pytest.raises(
         TransportError, match=r"disagree \(a letter\): scale: \d\.0 here, \d\.0 there; all ranks"

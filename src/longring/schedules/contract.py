@@ -41,7 +41,7 @@ class Journey:
         }
 
     def post(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], what: str) -> Pending:
-        return self.transport.post(sends, receives, what=what, terms=self.terms, timeout=self.timeout)
+        return self.transport.converse(self.terms, timeout=self.timeout).post(sends, receives, what=what)
 
 
 class Schedule(NamedTuple):

@@ -58,7 +58,8 @@ def collect(
         blocks = [x.new_empty(batch, rows, *x.shape[2:]) for x in local]
         sends = [(target, x) for x in mine if x.numel()]
         receives = [(source, x) for x in blocks if x.numel()]
-        pending = transport.post(sends, receives, what=f"{what}, rows of rank {source}", terms=terms, timeout=timeout)
+        talk = transport.converse(terms or {}, timeout=timeout)
+        pending = talk.post(sends, receives, what=f"{what}, rows of rank {source}")
         return pending, blocks, shards[source]
 
     arriving = ask(1) if size > 1 else None

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from torch import Tensor
-
 from ..errors import TransportError
-from .contract import Pending
+from .contract import Pending, Receives, Sends, Terms
 
 
 class Alone:
     rank = 0
     size = 1
+    node_ranks = 1
 
-    def post(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        receives: Sequence[tuple[int, Tensor]],
-        *,
-        what: str,
-        terms: Mapping[str, object] | None = None,
-        timeout: float | None = None,
-    ) -> Pending:
+    def converse(self, terms: Terms, *, timeout: float | None = None) -> Alone:
+        return self
+
+    def post(self, sends: Sends, receives: Receives, *, what: str) -> Pending:
         raise TransportError(f"a single rank has nobody to exchange messages with ({what})")
+
+    def __enter__(self) -> Alone:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
+
+Terms = Mapping[str, object]
+Sends = Sequence[tuple[int, Tensor]]  # (to, tensor)
+Receives = Sequence[tuple[int, Tensor]]  # (from, buffer)
 
 
 class Pending(Protocol):
@@ -13,6 +18,20 @@ class Pending(Protocol):
 
     def wait(self) -> None:
         """Return when everything was sent and received; raise PeerLost when the timeout has passed."""
+        ...
+
+
+class Conversation(AbstractContextManager["Conversation", None], Protocol):
+    """The messages of one call. Leaving it without an error, every message was waited for.
+
+    Leaving it with one, the others learn of it as soon as they wait for this rank.
+    """
+
+    def post(self, sends: Sends, receives: Receives, *, what: str) -> Pending:
+        """Start sending and receiving without waiting. Tensors are contiguous.
+
+        `what` names the phase and the step, for the error message of a peer that never answers.
+        """
         ...
 
 
@@ -26,18 +45,15 @@ class Transport(Protocol):
     @property
     def size(self) -> int: ...
 
-    def post(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        receives: Sequence[tuple[int, Tensor]],
-        *,
-        what: str,
-        terms: Mapping[str, object] | None = None,
-        timeout: float | None = None,
-    ) -> Pending:
-        """Start sending (to, tensor) and receiving (from, buffer) without waiting. Tensors are contiguous.
+    @property
+    def node_ranks(self) -> int:
+        """How many consecutive ranks are close to each other, as on one machine; a divisor of `size`."""
+        ...
 
-        `what` names the step and its phase for the error message of a peer that never answers. `terms` are the
-        facts that both sides must share: where they differ, the receiver raises and names them.
+    def converse(self, terms: Terms, *, timeout: float | None = None) -> Conversation:
+        """Begin one call, which every rank makes in the same order and on the same terms.
+
+        `terms` are the global facts that all ranks must share. Where they differ nothing is computed from
+        what arrives: TransportError, naming who differs and in what. `timeout` bounds every wait, in seconds.
         """
         ...

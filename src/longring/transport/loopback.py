@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, PeerLost, TransportError
+from .contract import Receives, Sends, Terms
 
 T = TypeVar("T")
-Terms = Mapping[str, object]
 
 
 @dataclass
@@ -36,6 +36,7 @@ class _World:
     """What the ranks share. Everything in it but `turn` is read and written under its lock."""
 
     size: int
+    node_ranks: int
     turn: threading.Lock | None  # who holds it computes; taken and given back only without the lock
     running: int = field(init=False)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -90,19 +91,17 @@ class Loopback:
     def __repr__(self) -> str:
         return f"Loopback(rank {self.rank} of {self.size})"
 
-    def post(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        receives: Sequence[tuple[int, Tensor]],
-        *,
-        what: str,
-        terms: Terms | None = None,
-        timeout: float | None = None,
-    ) -> _InFlight:
+    @property
+    def node_ranks(self) -> int:
+        return self._world.node_ranks
+
+    def converse(self, terms: Terms, *, timeout: float | None = None) -> _Talk:
+        return _Talk(self, terms, timeout)
+
+    def _post(self, sends: Sends, receives: Receives, what: str, terms: Terms, timeout: float | None) -> _InFlight:
         for peer, tensor in (*sends, *receives):
             _check_message(self, peer, tensor)
         self._check_thread()
-        terms = terms or {}
         with self._world.lock:
             posted = [(peer, self._send(peer, tensor, terms)) for peer, tensor in sends]
         expected = []
@@ -126,6 +125,24 @@ class Loopback:
                 f"rank {self.rank} is a thread, and was called from another one, as autograd does in a backward on a "
                 "GPU; use longring.simulate, which plays all ranks in one backward"
             )
+
+
+@dataclass(frozen=True)
+class _Talk:
+    """One call's letters: each carries the terms of its call, which its receiver compares with its own."""
+
+    transport: Loopback
+    terms: Terms
+    timeout: float | None
+
+    def post(self, sends: Sends, receives: Receives, *, what: str) -> _InFlight:
+        return self.transport._post(sends, receives, what, self.terms, self.timeout)
+
+    def __enter__(self) -> _Talk:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
 
 
 def _check_message(transport: Loopback, peer: int, tensor: Tensor) -> None:
@@ -220,18 +237,23 @@ def run_ranks(
     size: int,
     program: Callable[[Loopback], T],
     *,
+    node_ranks: int | None = None,
     take_turns: bool = False,
     context: Callable[[Loopback], AbstractContextManager[object]] = lambda _: nullcontext(),
 ) -> list[T]:
     """Run the same program on every rank of a new world, and return what each returned, in order of rank.
 
     When a rank raises, the others stop waiting for it, and the first error is raised here. Grad mode is
-    that of the caller. With `take_turns` only one rank computes at a time: a program that waits for another
-    rank by other means than its group must not ask for that. `context` is entered in each rank's thread.
+    that of the caller. `node_ranks` consecutive ranks pass for close to each other. With `take_turns` only one
+    rank computes at a time: a program that waits for another rank by other means than its group must not ask
+    for that. `context` is entered in each rank's thread.
     """
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ArgumentError(f"size must be a whole number of ranks of at least 1, got {size!r}")
-    world = _World(size, threading.Lock() if take_turns else None)
+    close = size if node_ranks is None else node_ranks
+    if not isinstance(close, int) or isinstance(close, bool) or close < 1 or size % close:
+        raise ArgumentError(f"node_ranks must divide the {size} ranks, got {node_ranks!r}")
+    world = _World(size, close, threading.Lock() if take_turns else None)
     results: list[T | None] = [None] * size
     grad_enabled = torch.is_grad_enabled()
 
