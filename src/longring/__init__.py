@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .errors import NotBuilt as NotBuilt
     from .errors import PatternError as PatternError
     from .errors import PeerLost as PeerLost
+    from .errors import RankFailed as RankFailed
     from .errors import RowsLeftOut as RowsLeftOut
     from .errors import ScheduleRefusal as ScheduleRefusal
     from .errors import TransportError as TransportError
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from .functional import ring_attention as ring_attention
     from .geometry.patterns import Dense as Dense
     from .geometry.patterns import Dilated as Dilated
+    from .launching import launch as launch
     from .sharding import Sharding as Sharding
     from .simulation import simulate as simulate
 
@@ -34,6 +36,7 @@ _HOMES = {
     "NotBuilt": "errors",
     "PatternError": "errors",
     "PeerLost": "errors",
+    "RankFailed": "errors",
     "RowsLeftOut": "errors",
     "ScheduleRefusal": "errors",
     "Sharding": "sharding",
@@ -41,6 +44,7 @@ _HOMES = {
     "attention": "functional",
     "dilated_attention": "functional",
     "explain": "functional",
+    "launch": "launching",
     "ring_attention": "functional",
     "simulate": "simulation",
 }

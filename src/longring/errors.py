@@ -8,7 +8,8 @@ LongringError
 │   ├── ScheduleRefusal                  the schedule asked for by name cannot run here
 │   └── NotBuilt                         a known feature of attention that longring does not have yet
 └── TransportError         (RuntimeError) a tensor did not reach the rank it was sent to
-    └── PeerLost                         another rank failed, or stayed silent until the timeout
+    ├── PeerLost                         another rank failed, or stayed silent until the timeout
+    └── RankFailed                       a rank that `launch` started raised, died or did not end in time
 
 and one warning, RowsLeftOut: the pattern is allowed, but some rows of it see no key at all.
 """
@@ -51,6 +52,30 @@ class TransportError(LongringError, RuntimeError):
 
 class PeerLost(TransportError):
     """Another rank failed, or stayed silent until the timeout."""
+
+
+class RankFailed(TransportError):
+    """A rank that `launch` started raised, died or did not end in time.
+
+    What is known of it: `rank`; `error_type`, `error_text`, `traceback_text` if it raised; `signal` if it was killed.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        error_type: str | None = None,
+        error_text: str | None = None,
+        traceback_text: str | None = None,
+        signal: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.error_type = error_type
+        self.error_text = error_text
+        self.traceback_text = traceback_text
+        self.signal = signal
 
 
 class RowsLeftOut(UserWarning):
