@@ -9,6 +9,7 @@ LongringError
 │   └── NotBuilt                         a known feature of attention that longring does not have yet
 └── TransportError         (RuntimeError) a tensor did not reach the rank it was sent to
     ├── PeerLost                         another rank failed, or stayed silent until the timeout
+    ├── Disagreement                     the ranks did not make the same call
     └── RankFailed                       a rank that `launch` started raised, died or did not end in time
 
 and one warning, RowsLeftOut: the pattern is allowed, but some rows of it see no key at all.
@@ -51,7 +52,19 @@ class TransportError(LongringError, RuntimeError):
 
 
 class PeerLost(TransportError):
-    """Another rank failed, or stayed silent until the timeout."""
+    """Another rank failed, or stayed silent until the timeout.
+
+    `rank` is the one suspected, None where nothing points to one; `phase_and_step` is what this rank waited in.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, phase_and_step: str | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.phase_and_step = phase_and_step
+
+
+class Disagreement(TransportError):
+    """The ranks did not make the same call: the message, the same on all, says who differs and in what."""
 
 
 class RankFailed(TransportError):

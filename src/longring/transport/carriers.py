@@ -1,0 +1,84 @@
+"""Daemon threads that wait in a caller's place.
+
+A wait inside torch.distributed cannot be looked after or given up by the thread that is in it. So a carrier
+waits, and the caller waits for the carrier, in slices. Carriers are daemons: a process ends while they are stuck.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Errand(Generic[T]):
+    """What a carrier was sent to do, and what came of it."""
+
+    def __init__(self, work: Callable[[Errand[T]], T]) -> None:
+        self._work: Callable[[Errand[T]], T] | None = work
+        self._over = threading.Event()
+        self._result: T | None = None
+        self.error: Exception | None = None
+        self.waits_for: int | None = None  # the rank whose answer the carrier waits for now
+
+    def is_over(self, within: float = 0.0) -> bool:
+        return self._over.is_set() or (within > 0 and self._over.wait(within))
+
+    def join(self) -> T:
+        """What it returned, or the error it raised; waits without a bound."""
+        self._over.wait()
+        if self.error is not None:
+            raise self.error
+        return self._result  # type: ignore[return-value]
+
+    def run(self, before_over: Callable[[], None]) -> None:
+        assert self._work is not None
+        try:
+            self._result = self._work(self)
+        except Exception as error:
+            self.error = error
+        self._work = None  # lets go of the tensors
+        before_over()
+        self._over.set()
+
+
+class _Carrier(threading.Thread):
+    def __init__(self) -> None:
+        super().__init__(name="longring carrier", daemon=True)
+        self.inbox: SimpleQueue[Errand[Any]] = SimpleQueue()
+
+    def run(self) -> None:
+        while True:
+            self.inbox.get().run(self.rest)
+
+    def rest(self) -> None:
+        """Free again before the caller hears of it, whose next errand then needs no new thread."""
+        _idle.append(self)
+
+
+_idle: list[_Carrier] = []
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_idle.clear)  # a child has none of its parent's threads
+
+
+def send_carrier(work: Callable[[Errand[T]], T]) -> Errand[T]:
+    errand = Errand(work)
+    try:
+        carrier = _idle.pop()
+    except IndexError:
+        carrier = _Carrier()
+        carrier.start()
+    carrier.inbox.put(errand)
+    return errand
+
+
+def failed(error: Exception) -> Errand[Any]:
+    """An errand that failed before a carrier was needed."""
+    errand: Errand[Any] = Errand(lambda _: None)
+    errand.run(lambda: None)
+    errand.error = error
+    return errand

@@ -1,0 +1,141 @@
+"""The point-to-point lines of a process group: posting, waiting in a carrier, closing.
+
+What torch's Gloo does, and this file is built around: a receiver that expects fewer bytes than were sent takes
+its process down; a wait that has begun cannot be given up; a wait that times out closes every line of the group
+for good, which is how a carrier is freed once the group is lost anyway.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import TransportError
+from .carriers import Errand, send_carrier
+
+_LONG = timedelta(days=30)  # a carrier's own wait: bounds are kept by those who wait for the carrier
+_AT_ONCE = timedelta(milliseconds=1)
+
+
+class Letter(NamedTuple):
+    sent: bool  # or received
+    peer: int
+    tensor: Tensor
+    tag: int
+
+
+class LineBroken(Exception):
+    """The line to a peer was closed under a message."""
+
+    def __init__(self, peer: int, reason: str) -> None:
+        super().__init__(f"the line to rank {peer} broke: {reason}")
+        self.peer = peer
+
+
+class Posted(NamedTuple):
+    peer: int
+    work: Any
+    tensors: list[Tensor]  # torch cancels a message whose tensor is gone
+
+
+class Lines:
+    """One rank's ends of all lines."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self._is_gloo = backend_for(group, torch.device("cpu")) == "gloo"
+        self._lock = threading.Lock()
+        self._waited: set[Any] = set()
+        self._closed = False
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise TransportError("the process group is gone; pass one that still exists")
+        return group
+
+    def post(self, letters: Sequence[Letter]) -> list[Posted]:
+        """Start all of them: NCCL's in one batch, which it needs to, others one by one, so that who failed is known."""
+        if self._is_gloo:
+            return [posted for letter in letters for posted in self._post_batch([letter])]
+        return self._post_batch(letters)
+
+    def _post_batch(self, letters: Sequence[Letter]) -> list[Posted]:
+        group = self.group
+        try:
+            works = dist.batch_isend_irecv([_operation(letter, group) for letter in letters]) if letters else []
+        except RuntimeError as error:
+            raise LineBroken(letters[0].peer, _in_short(error)) from None
+        return [Posted(letters[0].peer, work, [letter.tensor for letter in letters]) for work in works]
+
+    def wait(self, posted: Sequence[Posted], errand: Errand[Any]) -> None:
+        """Wait in a carrier for one after the other. Raises LineBroken with the peer whose line broke."""
+        for peer, work, _ in posted:
+            errand.waits_for = peer
+            with self._lock:
+                self._waited.add(work)
+                closed = self._closed
+            try:
+                work.wait(_AT_ONCE if closed else _LONG)
+            except RuntimeError as error:
+                raise LineBroken(peer, _in_short(error)) from None
+            finally:
+                with self._lock:
+                    self._waited.discard(work)
+        errand.waits_for = None
+
+    def close(self) -> None:
+        """Free every carrier that waits, for good: nothing can be sent or received afterwards."""
+        with self._lock:
+            self._closed = True
+            waited = list(self._waited)
+            group = self._group()
+        if not self._is_gloo and group is not None:
+            send_carrier(lambda _: group.abort())  # a lost peer leaves kernels that never end
+            return
+        for work in waited:
+            send_carrier(lambda _, work=work: work.wait(_AT_ONCE)).is_over(within=0.5)
+
+
+def tag_of(*facts: object) -> int:
+    """31 bits: Gloo hands a message only to a receive of the same tag, so what differs in a fact never meets."""
+    digest = blake2b(repr(facts).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _operation(letter: Letter, group: dist.ProcessGroup) -> dist.P2POp:
+    kind: Callable[..., Any] = dist.isend if letter.sent else dist.irecv
+    return dist.P2POp(kind, letter.tensor, group=group, tag=letter.tag, group_peer=letter.peer)
+
+
+def _in_short(error: Exception) -> str:
+    """Gloo's first sentence, without the place in its source."""
+    first = re.sub(r"^\[[^]]*\] ", "", str(error).split("\n", 1)[0])
+    return first.split(". This is typically", 1)[0][:200]
+
+
+def check_device(group: dist.ProcessGroup, tensor: Tensor, rank: int) -> None:
+    """Refuse what the group's backend cannot carry, before torch fails at it in words of its own."""
+    backend = backend_for(group, tensor.device)
+    if backend is None or (backend == "gloo" and tensor.device.type != "cpu"):
+        raise TransportError(
+            f"rank {rank}: this group cannot carry tensors on {tensor.device} from rank to rank "
+            f"(its backend there: {backend or 'none'}); use a group with NCCL for CUDA tensors, Gloo for CPU tensors"
+        )
+
+
+def backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    try:
+        return group._get_backend(device).name().lower()
+    except RuntimeError:
+        return None

@@ -1,0 +1,260 @@
+"""Messages over a torch.distributed group: any backend with point-to-point, the world or a part of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import TransportError
+from .agreement import Agreement, Signature, signed
+from .board import Board
+from .carriers import Errand, failed, send_carrier
+from .contract import Receives, Sends, Terms
+from .journal import Entry, FlightRecord, Journal
+from .lines import Letter, LineBroken, Lines, Posted, backend_for, check_device, tag_of
+from .lookout import Lookout
+from .streams import Crossing, crossing
+
+_CPU = torch.device("cpu")
+
+
+class ProcessGroupTransport:
+    """One rank of a group. Keep one for a group: it counts the calls, which all ranks make in the same order."""
+
+    def __init__(self, group: dist.ProcessGroup, node_ranks: int | None = None) -> None:
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._node_ranks = self._size if node_ranks is None else node_ranks
+        self._lines = Lines(group)
+        self._control: Lines | None = self._lines if backend_for(group, _CPU) == "gloo" else None
+        self._patience = _own_timeout(group)
+        self._record = FlightRecord(self._rank)
+        self._lookout = Lookout(Board(group, self._node_ranks), self._record, self._close)
+        self._conversations = 0
+        self._agreed: set[bytes] = set()  # fingerprints of calls that all ranks have made before
+        self._last_posted = threading.Event()
+        self._last_posted.set()
+        self._journals: list[Journal] = []
+        self.bytes_sent = 0
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def node_ranks(self) -> int:
+        return self._node_ranks
+
+    def __repr__(self) -> str:
+        return f"ProcessGroupTransport(rank {self.rank} of {self.size})"
+
+    def converse(self, terms: Terms, *, timeout: float | None = None) -> Talk:
+        self._lookout.check()
+        self._conversations += 1
+        facts = {**terms, "longring's version": _version(), "ranks of a node": self.node_ranks}
+        return Talk(self, self._conversations, signed(facts), timeout)
+
+    @contextmanager
+    def recording(self) -> Iterator[Journal]:
+        """A journal of every post made meanwhile."""
+        journal = Journal()
+        self._journals.append(journal)
+        try:
+            yield journal
+        finally:
+            self._journals.remove(journal)
+
+    def _control_lines(self, timeout: float) -> Lines:
+        """Lines for greetings, which are read on the host: a group without Gloo gets a companion that has it."""
+        if self._control is None:
+            ranks = dist.get_process_group_ranks(self._lines.group)
+            companion = new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout))
+            self._companion, self._control = companion, Lines(companion)
+        return self._control
+
+    def _close(self) -> None:
+        for lines in {self._lines, self._control or self._lines}:
+            lines.close()
+
+    def _enter_post(self, what: str, sends: list[Letter], receives: list[Letter]) -> Entry:
+        sent, received = (sum(letter.tensor.nbytes for letter in letters) for letters in (sends, receives))
+        self.bytes_sent += sent
+        entry = Entry(what, sent, received, time.monotonic())
+        for journal in self._journals:
+            journal.entries.append(entry)
+        peers = {"to": [letter.peer for letter in sends], "from": [letter.peer for letter in receives]}
+        self._record.note("post", what=what, bytes_sent=sent, bytes_received=received, **peers)
+        return entry
+
+
+class Talk:
+    """One call. Beside the caller's own work the ranks greet each other; what arrives is used once all agree.
+
+    A call that all have made before is posted at once: on Gloo the tag of a message keeps it from a receive of
+    another call. Anything else is posted when all agree.
+    """
+
+    def __init__(self, transport: ProcessGroupTransport, number: int, signature: Signature, timeout: float | None):
+        self._transport, self._number, self._signature = transport, number, signature
+        self._is_watched = timeout is not None
+        self._timeout = transport._patience if timeout is None else timeout
+        self._counts: dict[tuple[bool, int], int] = defaultdict(int)
+        self._what = "before the first step"
+        self._all_agree = False
+        transport._record.note("call", number=number, terms=signature.words)
+        lines, host = transport._control_lines(self._timeout), transport._lookout.host
+        self._agreement = Agreement(lines, transport.rank, transport.size, self._number, self._signature, host)
+        self._greeting = send_carrier(self._agreement.reach)
+
+    def post(self, sends: Sends, receives: Receives, *, what: str) -> InFlight:
+        transport = self._transport
+        for peer, tensor in (*sends, *receives):
+            _check_message(transport, peer, tensor)
+        self._what = what
+        outgoing = [self._letter(True, peer, tensor) for peer, tensor in sends if tensor.numel()]
+        incoming = [self._letter(False, peer, buffer) for peer, buffer in receives if buffer.numel()]
+        entry = transport._enter_post(what, outgoing, incoming)
+        return InFlight(self, [*incoming, *outgoing], entry)
+
+    def _letter(self, sent: bool, peer: int, tensor: Tensor) -> Letter:
+        number = self._counts[sent, peer]
+        self._counts[sent, peer] += 1
+        facts = self._signature.fingerprint, self._number, number, tensor.nbytes, tensor.dtype
+        return Letter(sent, peer, tensor, tag_of(*facts))
+
+    def _is_safe_at_once(self, letters: list[Letter]) -> bool:
+        known = self._signature.fingerprint in self._transport._agreed
+        return known and all(letter.tensor.device.type == "cpu" for letter in letters) and self._has_tags()
+
+    def _has_tags(self) -> bool:
+        return self._transport._control is self._transport._lines
+
+    def _until(self, errand: Errand[Any], what: str) -> None:
+        self._transport._lookout.until(
+            errand, what=what, conversation=self._number, signature=self._signature, timeout=self._timeout
+        )
+
+    def _until_all_agree(self, what: str) -> None:
+        if self._all_agree:
+            return
+        self._until(self._greeting, what)
+        transport = self._transport
+        transport._lookout.host = self._agreement.host
+        if len(transport._agreed) > 10_000:  # documents that change with every call must not pile up
+            transport._agreed.clear()
+        transport._agreed.add(self._signature.fingerprint)
+        self._all_agree = True
+
+    def __enter__(self) -> Talk:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._until_all_agree(self._what)
+        else:
+            self._transport._lookout.report(error, what=self._what)
+
+
+class InFlight:
+    """Messages of one post, which a carrier waits for."""
+
+    def __init__(self, talk: Talk, letters: list[Letter], entry: Entry) -> None:
+        self._talk, self._letters, self._entry = talk, letters, entry
+        self._crossing: Crossing = crossing([letter.tensor for letter in letters])
+        transport = talk._transport
+        self._previous, self._posted = transport._last_posted, threading.Event()
+        transport._last_posted = self._posted
+        if letters and talk._is_safe_at_once(letters):
+            self._errand = self._sent_at_once()
+        else:
+            self._errand = send_carrier(self._carry)
+
+    def _sent_at_once(self) -> Errand[None]:
+        try:
+            posted = self._talk._transport._lines.post(self._letters)
+        except LineBroken as broken:
+            return failed(broken)
+        finally:
+            self._posted.set()
+        return send_carrier(lambda errand: self._finish(posted, errand))
+
+    def _carry(self, errand: Errand[None]) -> None:
+        """In a carrier: once all agree, and after what was posted before."""
+        try:
+            errand.waits_for = self._letters[0].peer if self._letters else None
+            self._talk._greeting.join()
+            self._previous.wait()
+            with self._crossing.posting():
+                posted = self._talk._transport._lines.post(self._letters)
+                if self._crossing.is_by_stream:  # the wait is the stream's, and comes before the next post there
+                    self._talk._transport._lines.wait(posted, errand)
+                    self._crossing.mark_done()
+                    posted = []
+        finally:
+            self._posted.set()
+        self._finish(posted, errand)
+
+    def _finish(self, posted: list[Posted], errand: Errand[None]) -> None:
+        self._talk._transport._lines.wait(posted, errand)
+        if self._talk._is_watched:
+            self._crossing.watch()
+        self._entry.done_at = time.monotonic()
+        self._talk._transport._record.note("done", what=self._entry.what)
+
+    def wait(self) -> None:
+        self._talk._until_all_agree(self._entry.what)
+        self._talk._until(self._errand, self._entry.what)
+        self._crossing.hand_over()
+
+
+def _check_message(transport: ProcessGroupTransport, peer: int, tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise TransportError(f"rank {transport.rank} can only send and receive contiguous tensors")
+    if not 0 <= peer < transport.size or peer == transport.rank:
+        raise TransportError(f"rank {transport.rank} of {transport.size} cannot exchange a message with rank {peer}")
+    check_device(transport._lines.group, tensor, transport.rank)
+
+
+def _own_timeout(group: dist.ProcessGroup) -> float:
+    """How long the group itself would wait, in seconds."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            return options._timeout.total_seconds()
+    return dist.distributed_c10d.default_pg_timeout.total_seconds()
+
+
+def _version() -> str:
+    return sys.modules["longring"].__version__  # an import would turn the order of the rooms around
+
+
+def new_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
+    """A group that its members make alone, without the rest of the world."""
+    group = dist.new_group(list(ranks), use_local_synchronization=True, **options)
+    assert isinstance(group, dist.ProcessGroup)  # only members come here
+    return group
+
+
+def node_ranks_of(group: dist.ProcessGroup) -> int:
+    """How many consecutive ranks share a machine, where the launcher says so and the group is the whole world."""
+    size = dist.get_world_size(group)
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    is_world = dist.get_process_group_ranks(group) == list(range(dist.get_world_size()))
+    return int(local) if is_world and local.isdigit() and int(local) > 0 and size % int(local) == 0 else size

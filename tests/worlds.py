@@ -1,0 +1,203 @@
+"""Worlds of real processes for tests: ranks that are forked off a process with torch loaded, in a tenth of a second.
+
+Each rank ends as an interpreter does (not by os._exit, as multiprocessing's children do), so that what goes wrong
+at the very end of a process shows in its exit status. Run as a script, this file is that process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+@dataclass
+class Outcome:
+    """How one rank ended: what it returned or raised, its exit status (negative: a signal), and what it printed."""
+
+    value: Any = None
+    error: str | None = None  # the type's name
+    text: str = ""
+    rank_named: int | None = None
+    phase_and_step: str | None = None
+    at: float = 0.0  # time.monotonic(), which all processes of a machine share
+    status: int | None = None  # None: it hung, and was killed
+    printed: str = ""
+
+
+@dataclass
+class World:
+    """`program`, as "module:function", called with (group, *args) in `size` ranks."""
+
+    size: int
+    program: str
+    args: tuple[Any, ...] = ()
+    store: str = "rank 0"  # who hosts the store: "rank 0", or "nobody" (a file)
+    environment: dict[str, str] = field(default_factory=dict)
+    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="longring-world-")))
+
+    def run(self, limit: float = 30.0) -> list[Outcome]:
+        """Every rank's outcome. Ranks that are left after `limit` seconds, or stopped, are killed."""
+        for rank in range(self.size):
+            job = {"folder": str(self.folder), "rank": rank, "size": self.size, "program": self.program}
+            (self.folder / f"{rank}.args").write_bytes(pickle.dumps(self.args))
+            _order(job | {"store": self.store, "environment": self.environment})
+        end = time.monotonic() + limit
+        while time.monotonic() < end and not all(self._is_over(rank) for rank in range(self.size)):
+            time.sleep(0.01)
+        for rank in range(self.size):
+            self._kill(rank)
+        return [self._outcome(rank) for rank in range(self.size)]
+
+    def _is_over(self, rank: int) -> bool:
+        return (self.folder / f"{rank}.status").exists() or self._is_stopped(rank)
+
+    def _is_stopped(self, rank: int) -> bool:
+        """A stopped rank stays until the others are over."""
+        try:
+            pid = (self.folder / f"{rank}.pid").read_text()
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        except OSError:
+            return False
+
+    def _kill(self, rank: int) -> None:
+        path = self.folder / f"{rank}.pid"
+        if path.exists() and not (self.folder / f"{rank}.status").exists():
+            os.kill(int(path.read_text()), signal.SIGKILL)
+
+    def _outcome(self, rank: int) -> Outcome:
+        path, status, log = (self.folder / f"{rank}.{kind}" for kind in ("outcome", "status", "log"))
+        outcome = pickle.loads(path.read_bytes()) if path.exists() else Outcome()
+        outcome.status = int(status.read_text()) if status.exists() else None
+        outcome.printed = log.read_text() if log.exists() else ""
+        return outcome
+
+
+def results(size: int, program: str, *args: Any, **options: Any) -> list[Any]:
+    """What every rank returned; any rank that failed fails the test, with all that is known."""
+    outcomes = World(size, program, args, **options).run()
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is None, f"rank {rank}: {outcome.error}: {outcome.text}\n{outcome.printed}"
+        assert outcome.status == 0, f"rank {rank} ended with {outcome.status}\n{outcome.printed}"
+    return [outcome.value for outcome in outcomes]
+
+
+_maker: subprocess.Popen[str] | None = None
+
+
+def _order(job: dict[str, Any]) -> None:
+    global _maker
+    if _maker is None or _maker.poll() is not None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        _maker = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        )
+    assert _maker.stdin is not None
+    _maker.stdin.write(json.dumps(job) + "\n")
+    _maker.stdin.flush()
+
+
+# ------------------------------------------------------------------------------- in the process that makes ranks
+
+
+def main() -> int:
+
+    import longring.functional  # noqa: F401  # loaded once for all ranks
+
+    sys.path[:0] = [str(HERE), *(str(path) for path in HERE.iterdir() if path.is_dir())]
+    children: dict[int, Path] = {}
+    rest = b""
+    while True:
+        _reap(children)
+        if not select.select([0], [], [], 0.01)[0]:
+            continue
+        read = os.read(0, 1 << 16)
+        if not read:  # the tests are over
+            for pid in children:
+                os.kill(pid, signal.SIGKILL)
+            return 0
+        *lines, rest = (rest + read).split(b"\n")
+        for line in lines:
+            job = json.loads(line)
+            place = Path(job["folder"]) / str(job["rank"])
+            pid = os.fork()
+            if pid == 0:
+                return _live(job, place)
+            place.with_suffix(".pid").write_text(str(pid))
+            children[pid] = place
+
+
+def _reap(children: dict[int, Path]) -> None:
+    while children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        written = children.pop(pid).with_suffix(".new")
+        written.write_text(str(os.waitstatus_to_exitcode(status)))
+        written.rename(written.with_suffix(".status"))
+
+
+def _live(job: dict[str, Any], place: Path) -> int:
+    log = os.open(place.with_suffix(".log"), os.O_CREAT | os.O_WRONLY)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.environ.update(job["environment"])
+    args = pickle.loads(place.with_suffix(".args").read_bytes())
+    module, _, name = job["program"].partition(":")
+    try:
+        group = _join(job, place.parent)
+        outcome = Outcome(getattr(importlib.import_module(module), name)(group, *args))
+    except BaseException as error:
+        traceback.print_exc()
+        named, phase = getattr(error, "rank", None), getattr(error, "phase_and_step", None)
+        outcome = Outcome(None, type(error).__name__, str(error), named, phase)
+    outcome.at = time.monotonic()
+    place.with_suffix(".outcome").write_bytes(pickle.dumps(outcome))  # "can still save state"
+    return 0
+
+
+def _join(job: dict[str, Any], folder: Path) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    rank, size = job["rank"], job["size"]
+    store = dist.FileStore(str(folder / "store"), size) if job["store"] == "nobody" else _tcp_store(rank, folder)
+    timeout = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    return dist.group.WORLD
+
+
+def _tcp_store(rank: int, folder: Path) -> Any:
+    import torch.distributed as dist
+
+    path = folder / "port"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        (folder / "port.new").write_text(str(store.port))
+        (folder / "port.new").rename(path)
+        return store
+    while not path.exists():
+        time.sleep(0.005)
+    return dist.TCPStore("127.0.0.1", int(path.read_text()), is_master=False)
+
+
+if __name__ == "__main__":
+    sys.modules["worlds"] = sys.modules["__main__"]  # one Outcome, whoever imports it
+    Outcome.__module__ = "worlds"
+    sys.exit(main())
