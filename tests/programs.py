@@ -196,3 +196,193 @@ def strike_oneself(how: str) -> None:
         time.sleep(60)
     os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
     time.sleep(60)  # a stop takes effect at the next chance
+
+
+def disagree(group: Any, good: int, odd: list[int], field: str, ours: Any, theirs: Any, timeout: float) -> Any:
+    """After `good` calls that agree, the odd ranks make another one than the others: other terms, other sizes."""
+    transport = transport_for(group)
+    around(transport, calls=good, floats=13, terms={field: ours, "shape": (1, 2)}, timeout=timeout)
+    is_odd = transport.rank in odd
+    terms = {field: theirs if is_odd else ours, "shape": (1, 2)}
+    return around(transport, floats=9 if is_odd else 13, terms=terms, timeout=timeout)
+
+
+def disagree_on_an_old_call(group: Any, odd: int, timeout: float) -> Any:
+    """The odd rank makes a call that all know, the others one that nobody has made before."""
+    transport = transport_for(group)
+    around(transport, calls=3, floats=13, terms={"length": 13}, timeout=timeout)
+    length = 13 if transport.rank == odd else 14
+    return around(transport, floats=length, terms={"length": length}, timeout=timeout)
+
+
+def another_version(group: Any, odd: int, timeout: float) -> Any:
+    import longring
+
+    transport = transport_for(group)
+    around(transport, calls=2, timeout=timeout)
+    if transport.rank == odd:
+        longring.__version__ = "0.0.9"
+    return around(transport, timeout=timeout)
+
+
+def broken_group_stays_broken(group: Any) -> list[str]:
+    transport, said = transport_for(group), []
+    for length in (13 + transport.rank, 13, 13):
+        try:
+            around(transport, terms={"length": length}, timeout=5.0)
+        except TransportError as error:
+            said.append(str(error))
+    return said
+
+
+def one_makes_a_call_more(group: Any, busy: int, timeout: float) -> Any:
+    transport = transport_for(group)
+    around(transport, timeout=timeout)
+    if transport.rank == busy:
+        time.sleep(60)
+    return around(transport, timeout=timeout)
+
+
+def late_but_there(group: Any, late: int, seconds: float) -> Any:
+    transport = transport_for(group)
+    for _ in range(2):
+        if transport.rank == late:
+            time.sleep(seconds)
+        met = around(transport, timeout=10.0)
+    return met
+
+
+def crossed_circle(group: Any, timeout: float) -> Any:
+    """Everyone waits for a message from above, and nobody sends."""
+    transport = transport_for(group)
+    with transport.converse({}, timeout=timeout) as talk:
+        talk.post([], [((transport.rank + 1) % transport.size, number(0))], what="a circle").wait()
+
+
+# --------------------------------------------------------------------------------------------- groups of all kinds
+
+
+def sub_groups(group: Any) -> list:
+    """Two rings side by side in a world of four, and the odd ranks' group is not for the even ones."""
+    import torch.distributed as dist
+
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    rank = dist.get_rank()
+    mine, other = pairs[rank % 2], pairs[1 - rank % 2]
+    assert transport_for(mine) is transport_for(mine)
+    try:
+        transport_for(other)
+    except ValueError as error:
+        refused = str(error)
+    return [transport_for(mine).rank, around(transport_for(mine), calls=2, timeout=TIMEOUT), refused]
+
+
+def meshes(group: Any) -> dict:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    row, whole = transport_for(mesh["context"]), transport_for(mesh)
+    part = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("data", "one", "context"))["one", "context"]
+    some = transport_for(part)
+    assert some is transport_for(part)
+    assert whole is transport_for(mesh)
+    assert row is transport_for(mesh.get_group("context"))
+    return {
+        "row": (row.rank, row.size, row.node_ranks, around(row, timeout=TIMEOUT)),
+        "whole": (whole.rank, whole.size, whole.node_ranks, around(whole, timeout=TIMEOUT)),
+        "part": (some.rank, some.size, some.node_ranks, around(some, timeout=TIMEOUT)),
+    }
+
+
+def node_ranks(group: Any) -> int:
+    return transport_for(group).node_ranks
+
+
+def refused_meshes(group: Any) -> list[str]:
+    import torch.distributed as dist
+
+    world = list(range(dist.get_world_size()))
+    said = []
+    for shape in (torch.tensor([[3, 2], [1, 0]]), torch.arange(4).view(2, 2, 1), torch.tensor([[0, 1]])):
+        mesh = dist.DeviceMesh("cpu", shape, _init_backend=False) if shape.numel() == len(world) else None
+        try:
+            transport_for(mesh or dist.DeviceMesh("cpu", shape, _init_backend=False))
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def group_is_let_go(group: Any) -> bool:
+    """The cache of transports keeps no group alive."""
+    import gc
+    import weakref
+
+    import torch.distributed as dist
+
+    made = dist.new_group([0, 1])
+    around(transport_for(made), timeout=TIMEOUT)
+    gone = weakref.ref(made)
+    dist.destroy_process_group(made)
+    del made
+    gc.collect()
+    return gone() is None
+
+
+def groups_in_turn(group: Any, lives: int) -> list:
+    """A world that ends and begins again over the same store, as notebooks do, with an error in each life."""
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_process_group_store(group)
+    rank, size, said = dist.get_rank(), dist.get_world_size(), []
+    for life in range(lives):
+        transport = transport_for(dist.group.WORLD)
+        around(transport, timeout=TIMEOUT)
+        try:
+            around(transport, terms={"length": 13 + rank * life}, timeout=5.0)
+        except TransportError as error:
+            said.append(str(error))
+        del transport
+        dist.destroy_process_group()
+        inner = dist.PrefixStore(f"again {life}", store)
+        dist.init_process_group("gloo", store=inner, rank=rank, world_size=size)
+    return said
+
+
+# ------------------------------------------------------------------------------------------------- what is written
+
+
+def journal(group: Any) -> list:
+    transport = transport_for(group)
+    around(transport, floats=10, timeout=TIMEOUT)
+    with transport.recording() as record:
+        around(transport, floats=10, timeout=TIMEOUT)
+    around(transport, floats=10, timeout=TIMEOUT)
+    assert all(0 < entry.seconds < TIMEOUT for entry in record.entries)
+    entries = [(entry.what, entry.bytes_sent, entry.bytes_received) for entry in record.entries]
+    return [entries, record.bytes_sent, transport.bytes_sent]
+
+
+def keys_in_the_store(group: Any, calls: int) -> tuple[int, int] | None:
+    import torch.distributed as dist
+
+    transport, store = transport_for(group), dist.distributed_c10d._get_process_group_store(group)
+    transport._lookout._board.verdict()  # once it answers, this rank has its place there
+    around(transport, calls=2, timeout=TIMEOUT)
+    before = store.num_keys() if transport.rank == 0 else 0
+    for call in range(calls):
+        around(transport, terms={"call": call}, timeout=TIMEOUT)
+    return (before, store.num_keys()) if transport.rank == 0 else None
+
+
+def own_timeout(group: Any) -> float:
+    return transport_for(group).converse({})._timeout
+
+
+def watch_messages_fail(group: Any, timeout: float) -> Any:
+    """Rank 1 stays away; rank 0 waits in its second step."""
+    transport = transport_for(group)
+    around(transport, floats=10, timeout=timeout)
+    if transport.rank == 1:
+        time.sleep(timeout + 8)
+        return None
+    return around(transport, floats=10, timeout=timeout)

@@ -6,6 +6,7 @@ at the very end of a process shows in its exit status. Run as a script, this fil
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -48,6 +49,8 @@ class World:
     args: tuple[Any, ...] = ()
     store: str = "rank 0"  # who hosts the store: "rank 0", or "nobody" (a file)
     environment: dict[str, str] = field(default_factory=dict)
+    absent: tuple[int, ...] = ()  # ranks that need not end by themselves
+    ends: str = "as usual"  # or "at once", where how a rank ends is not the question
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="longring-world-")))
 
     def run(self, limit: float = 30.0) -> list[Outcome]:
@@ -55,9 +58,10 @@ class World:
         for rank in range(self.size):
             job = {"folder": str(self.folder), "rank": rank, "size": self.size, "program": self.program}
             (self.folder / f"{rank}.args").write_bytes(pickle.dumps(self.args))
-            _order(job | {"store": self.store, "environment": self.environment})
+            _order(job | {"store": self.store, "environment": self.environment, "ends": self.ends})
         end = time.monotonic() + limit
-        while time.monotonic() < end and not all(self._is_over(rank) for rank in range(self.size)):
+        awaited = [rank for rank in range(self.size) if rank not in self.absent]
+        while time.monotonic() < end and not all(self._is_over(rank) for rank in awaited):
             time.sleep(0.01)
         for rank in range(self.size):
             self._kill(rank)
@@ -89,7 +93,7 @@ class World:
 
 def results(size: int, program: str, *args: Any, **options: Any) -> list[Any]:
     """What every rank returned; any rank that failed fails the test, with all that is known."""
-    outcomes = World(size, program, args, **options).run()
+    outcomes = World(size, program, args, ends="at once", **options).run()
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is None, f"rank {rank}: {outcome.error}: {outcome.text}\n{outcome.printed}"
         assert outcome.status == 0, f"rank {rank} ended with {outcome.status}\n{outcome.printed}"
@@ -119,6 +123,7 @@ def main() -> int:
     import longring.functional  # noqa: F401  # loaded once for all ranks
 
     sys.path[:0] = [str(HERE), *(str(path) for path in HERE.iterdir() if path.is_dir())]
+    gc.freeze()  # or every rank looks through all of torch's objects when it ends
     children: dict[int, Path] = {}
     rest = b""
     while True:
@@ -168,6 +173,8 @@ def _live(job: dict[str, Any], place: Path) -> int:
         outcome = Outcome(None, type(error).__name__, str(error), named, phase)
     outcome.at = time.monotonic()
     place.with_suffix(".outcome").write_bytes(pickle.dumps(outcome))  # "can still save state"
+    if job["ends"] == "at once":
+        os._exit(0)
     return 0
 
 

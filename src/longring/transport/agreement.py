@@ -21,7 +21,7 @@ from .lines import Letter, Lines, tag_of
 
 _GREETING = struct.Struct("!16sqi?3x")  # fingerprint, conversation, who hosts the store, alarm
 _TAG = tag_of("longring greeting")
-_LONGEST = 4000  # characters of a term in a note
+_LONGEST = 16_000  # characters of a term in a note
 
 
 class Signature(NamedTuple):

@@ -48,9 +48,12 @@ class Board:
     def __init__(self, group: dist.ProcessGroup, node_ranks: int) -> None:
         self.rank, self.size = rank, _ = dist.get_rank(group), dist.get_world_size(group)
         shared = dist.distributed_c10d._get_process_group_store(group)
-        name = f"{group.group_name}/{node_ranks}"
-        # a connection of its own, made while all is well: others' waits on theirs do not hold it up
-        self._opening: Errand[dist.Store] = send_carrier(lambda _: _own_store(shared, name, rank))
+        place = f"longring/{group.group_name}/{node_ranks}"
+        # groups may follow each other in one store, so each life there has its number
+        life = send_carrier(lambda _: dist.PrefixStore(place, shared).add(f"lives/{rank}", 1))
+        self._shared = send_carrier(lambda _: dist.PrefixStore(f"{place}/life {life.join()}", shared))
+        # a connection of its own is not held up by others' waits, but a slow name server may hold up its opening
+        self._own = send_carrier(lambda _: dist.PrefixStore(f"{place}/life {life.join()}", _reconnected(shared)))
         self._asked: Errand[Any] | None = None
         self.hosts_store = _is_hosted_here(shared)
 
@@ -87,8 +90,8 @@ class Board:
     def _ask(self, question: Callable[[dist.Store], T]) -> T:
         if self._asked is not None and not self._asked.is_over():
             raise BoardSilent("the store still owes an answer")
-        opening = self._opening
-        self._asked = errand = send_carrier(lambda _: question(opening.join()))
+        store = self._own if self._own.is_over() and self._own.error is None else self._shared
+        self._asked = errand = send_carrier(lambda _: question(store.join()))
         if not errand.is_over(within=PATIENCE):
             raise BoardSilent(f"the store did not answer within {PATIENCE:g} s")
         if errand.error is not None:
@@ -108,12 +111,6 @@ def _read_notes(store: dist.Store, ranks: Iterable[int]) -> dict[int, Note]:
     """Only keys that are there are read: the store would wait for one that is not."""
     there = [rank for rank in ranks if store.check([f"note/{rank}"])]
     return {rank: Note(*json.loads(store.get(f"note/{rank}"))) for rank in there}
-
-
-def _own_store(shared: dist.Store, name: str, rank: int) -> dist.Store:
-    """A store of this transport alone. Groups may follow each other in one store, so each life has its number."""
-    store = dist.PrefixStore(f"longring/{name}", _reconnected(shared))
-    return dist.PrefixStore(f"life {store.add(f'lives/{rank}', 1)}", store)
 
 
 def _reconnected(store: dist.Store) -> dist.Store:

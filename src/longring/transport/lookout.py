@@ -202,7 +202,7 @@ class Lookout:
     def _give_up(self, verdict: Verdict, wait: _Wait) -> NoReturn:
         waited, peer = time.monotonic() - wait.began, wait.errand.waits_for
         self._adopt(verdict)
-        self._record.note("verdict", what=wait.what, kind=verdict.kind, rank=verdict.rank, text=verdict.text)
+        self._record.note("verdict", what=wait.what, kind=verdict.kind, suspect=verdict.rank, text=verdict.text)
         where = self._record.written()
         if verdict.kind == "mismatch":
             raise Disagreement(verdict.text + where)
