@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from longring.geometry.itinerary import Task, tiles_between
 from longring.geometry.layouts import Shard
 from longring.geometry.ranges import moved
+from longring.geometry.task import Task, tiles_between
 from longring.geometry.tiles import Tile
 from longring.numerics.definition import pair_counts
 

@@ -8,10 +8,10 @@ from random import Random
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from longring.geometry.itinerary import Task
 from longring.geometry.layouts import Documents, Layout, deal, from_ranges
 from longring.geometry.patterns import Dense, Dilated, Pattern, Problem
 from longring.geometry.ranges import as_ranges
+from longring.geometry.task import Task
 
 sequence_lengths = st.integers(1, 24) | st.integers(1, 200)  # mostly small: corners are dense there
 steps = st.integers(1, 7)

@@ -369,7 +369,7 @@ def test_ranks_that_disagree_are_told_so_instead_of_hanging():
         q = tokens(8, heads=1 + transport.rank)
         return lr.ring_attention(q, q, q, group=transport, layout="contiguous")
 
-    refused(TransportError, r"rank \d and rank \d disagree .*kv_heads=.*; all ranks must", on_two_ranks, program)
+    refused(TransportError, r"rank \d and rank \d disagree .*kv heads: .*; all ranks must", on_two_ranks, program)
 
 
 # --------------------------------------------------------------------------------------------- and what is fine

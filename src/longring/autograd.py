@@ -100,4 +100,6 @@ class GatherShards(torch.autograd.Function):
 def _whole(x: Tensor, transport: Transport | None, shards: tuple[Shard, ...], what: str) -> Tensor:
     if transport is None:
         return x.clone()
-    return collect(transport, [x], shards, what=what, terms={"how tokens are dealt": shards})[0]
+    terms = {"call": what, "dtype": x.dtype, "shape": [*x.shape[:1], *x.shape[2:]], "how tokens are dealt": shards}
+    with transport.converse(terms) as talk:
+        return collect(transport, talk, [x], shards, what=what)[0]

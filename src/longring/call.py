@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from .errors import ArgumentError, LayoutError, NotBuilt, PatternError, RowsLeftOut, ScheduleRefusal, naming_rank
-from .geometry.itinerary import ITINERARIES, Task
 from .geometry.patterns import Dilated, Pattern, Problem
+from .geometry.plans import plan
+from .geometry.task import Task
 from .kernels.contract import Gradients, Kernel, Upstream
 from .kernels.select import select_kernel
 from .numerics.online_softmax import Partial, accumulator_dtype
@@ -90,9 +91,9 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options
     offset = check_offset(options.query_offset, queries.length, keys.length)
     problem = Problem(q.shape[0], queries.length, keys.length, k.shape[2], offset)
     check_pattern(pattern, problem)
-    task = Task(pattern, problem, queries.dealt, keys.dealt)
+    task = Task(pattern, problem, queries.dealt, keys.dealt, q.shape[2])
     kernel, kernel_choice = choose_kernel(options.kernel, q, k, options.deterministic)
-    schedule = pick_schedule(options.schedule, task)
+    schedule = pick_schedule(options.schedule, task, q, transport.node_ranks)
     journey = make_journey(
         task, transport, kernel, schedule.name, check_scale(options.scale, q), check_timeout(options.timeout)
     )
@@ -102,7 +103,8 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options
 def make_journey(
     task: Task, transport: Transport, kernel: Kernel, schedule: str, scale: float, timeout: float | None
 ) -> Journey:
-    return Journey(task, ITINERARIES[schedule](task, transport.rank), transport, kernel, schedule, scale, timeout)
+    made = plan(schedule, task, transport.rank, transport.node_ranks)
+    return Journey(task, made, transport, kernel, schedule, scale, timeout)
 
 
 # ---------------------------------------------------------------------------------------------------- choices
@@ -115,11 +117,12 @@ def choose_kernel(name: str, q: Tensor, k: Tensor, deterministic: bool) -> tuple
     return kernel, Choice(kernel.name, reason)
 
 
-def pick_schedule(name: str, task: Task) -> Choice:
+def pick_schedule(name: str, task: Task, q: Tensor, node_ranks: int) -> Choice:
     check_schedule(name)
     if name != "auto":
         return Choice(name, "asked for by name")
-    chosen = Choice(*_chosen_schedule(task))
+    size = {"head_dim": q.shape[3], "itemsize": q.element_size()}
+    chosen = Choice(*_chosen_schedule(task, **size, node_ranks=node_ranks, machine=q.device.type))
     _log.debug("schedule %s: %s", *chosen)
     return chosen
 

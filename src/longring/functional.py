@@ -11,6 +11,7 @@ from .autograd import ExactAttention
 from .call import Choice, Options, prepare, refuse_unbuilt
 from .errors import ArgumentError
 from .geometry.patterns import Dense, Dilated, Pattern
+from .geometry.task import runs_over_sources
 from .plan.work import pairs
 from .sharding import Sharding
 
@@ -76,7 +77,8 @@ def attention(
                     where keys are dealt otherwise. Or group= and layout=, for equal parts on every rank.
                     Neither: this process alone.
     query_offset:   query i stands at position i + query_offset; by default the last query meets the last key.
-    schedule:       "ring", "exchange", "gather", or "auto": the ring, or exchange where that moves less than half.
+    schedule:       "ring", "bidirectional", "double_ring", "exchange", "gather", "ulysses", "hybrid", or "auto":
+                    what an estimate of work and bytes says is fastest.
     kernel:         "sdpa", "reference", or "auto"; `longring.explain` says what auto takes, and why.
     deterministic:  bit-identical results from run to run.
     timeout:        seconds after which a silent peer is an error.
@@ -198,11 +200,12 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = CAUSAL, **opt
     refuse_unbuilt("explain", unknown)
     call = prepare(q, k, v, pattern, Options(**options))
     journey = call.journey
+    runs = runs_over_sources(journey.task, journey.transport.rank)
     return Explanation(
         call.kernel,
         call.schedule,
         ranks=journey.transport.size,
-        stops=sum(1 for stop in journey.itinerary if stop.tiles),
-        tiles=sum(len(stop.tiles) for stop in journey.itinerary),
+        stops=sum(len(run.ranks) for run in runs if run.tiles),
+        tiles=sum(len(run.ranks) * len(run.tiles) for run in runs),
         pairs=pairs(journey.task, journey.transport.rank) * (q.shape[2] // k.shape[2]),
     )

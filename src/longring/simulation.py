@@ -22,9 +22,9 @@ from .call import (
     refuse_unbuilt,
 )
 from .errors import ArgumentError, LayoutError
-from .geometry.itinerary import Task
 from .geometry.layouts import Layout, Shard, deal
 from .geometry.patterns import Dense, Pattern, Problem
+from .geometry.task import Task
 from .kernels.contract import Gradients, Kernel, Upstream
 from .numerics.online_softmax import Partial, accumulator_dtype
 from .plan.choose import choose_layout
@@ -32,7 +32,7 @@ from .plan.traffic import backward_bytes, forward_bytes
 from .schedules.gather import place_rows, take_rows
 from .schedules.select import SCHEDULES
 from .transport.ledger import Ledger
-from .transport.loopback import Loopback, run_ranks
+from .transport.loopback import Loopback, check_node_ranks, run_ranks
 
 CAUSAL = Dense(causal=True)
 
@@ -88,6 +88,7 @@ def simulate(
     layout: str = "auto",
     align: int | None = None,
     schedule: str = "auto",
+    node_ranks: int | None = None,
     kernel: str = "auto",
     query_offset: int | None = None,
     scale: float | None = None,
@@ -96,7 +97,8 @@ def simulate(
     """`attention` of whole tensors, computed by `ranks` virtual ranks that exchange real messages.
 
     Queries and keys are dealt by `layout` ("auto" looks at the pattern). Each rank has tensors of its own,
-    so that what it holds can be counted as on a machine of its own.
+    so that what it holds can be counted as on a machine of its own. `node_ranks` consecutive ranks stand for one
+    node, which "hybrid" and "double_ring" look at.
     """
     refuse_unbuilt("simulate", not_built)
     check_tensors(q, k, v)
@@ -106,10 +108,11 @@ def simulate(
     problem = Problem(q.shape[0], q.shape[1], k.shape[1], k.shape[2], offset)
     check_pattern(pattern, problem)
     name = _layout_for(layout, pattern, problem)
-    task = Task(pattern, problem, *_dealt(name, pattern, problem, ranks, align))
+    task = Task(pattern, problem, *_dealt(name, pattern, problem, ranks, align), q.shape[2])
     chosen, kernel_choice = choose_kernel(kernel, q, k, deterministic=False)
-    picked = pick_schedule(schedule, task)
-    job = _AllRanks(task, picked.name, chosen, check_scale(scale, q))
+    close = check_node_ranks(node_ranks, ranks)
+    picked = pick_schedule(schedule, task, q, close)
+    job = _AllRanks(task, picked.name, close, chosen, check_scale(scale, q))
     out, lse = ExactAttention.apply(q, k, v, job)  # type: ignore[misc]
     return Simulation(out, lse, name, picked, kernel_choice, job)
 
@@ -137,6 +140,7 @@ class _AllRanks:
 
     task: Task
     schedule: str
+    node_ranks: int
     kernel: Kernel
     scale: float
     costs: dict[str, Costs] = field(default_factory=dict)
@@ -187,9 +191,15 @@ class _AllRanks:
             return result
 
         with torch.no_grad():
-            parts = run_ranks(ranks, counted, take_turns=True, context=lambda transport: ledgers[transport.rank])
+            parts = run_ranks(
+                ranks,
+                counted,
+                node_ranks=self.node_ranks,
+                take_turns=True,
+                context=lambda transport: ledgers[transport.rank],
+            )
         predict = {"forward": forward_bytes, "backward": backward_bytes}[phase]
-        size = {"head_dim": q.shape[3], "itemsize": q.element_size()}
+        size = {"head_dim": q.shape[3], "itemsize": q.element_size(), "node_ranks": self.node_ranks}
         predicted = tuple(predict(self.task, self.schedule, rank, **size) for rank in range(ranks))
         self.costs[phase] = Costs(tuple(sent), predicted, tuple(ledger.peak_bytes for ledger in ledgers))
         return parts

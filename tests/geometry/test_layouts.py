@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from enumeration import held_once, positions
 from longring.errors import LayoutError
-from longring.geometry.itinerary import Task
 from longring.geometry.layouts import LAYOUTS, deal, from_ranges
 from longring.geometry.patterns import Dense, Problem
+from longring.geometry.task import Task
 from longring.plan.work import balance
 from strategies import assignments, boundaries, layouts, sequence_lengths
 

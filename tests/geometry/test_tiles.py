@@ -14,10 +14,11 @@ from enumeration import (
     positions,
     standings,
 )
-from longring.geometry.itinerary import Task, exchange, tiles_between, tiles_over_all_keys
+from longring.geometry.itinerary import exchange
 from longring.geometry.layouts import deal, from_ranges
 from longring.geometry.patterns import Dense, Dilated, Problem
 from longring.geometry.ranges import as_ranges
+from longring.geometry.task import Task, tiles_between, tiles_over_all_keys
 from longring.geometry.tiles import ONCE, Repeat, Tile, pairs_in_band, trim, without_bands
 from strategies import tasks
 
@@ -85,11 +86,11 @@ def test_so_do_tiles_one_repeat_at_a_time(task):
 def test_so_do_tiles_seen_through_the_frames_in_which_their_keys_arrive(task):
     counts = no_pairs(task)
     for rank, mine in enumerate(map(positions, task.queries.shards)):
-        for stop in exchange(task, rank):
-            theirs = positions(task.keys.shards[stop.source])
-            frame = range(len(theirs)) if stop.receives is None else stop.receives.frame
-            for tile in stop.tiles:
-                add_tile(counts, tile.seen_through(frame), mine, theirs[frame])
+        for tile in tiles_between(task, rank, rank):
+            add_tile(counts, tile, mine, positions(task.keys.shards[rank]))
+        for visit in (visit for step in exchange(task, rank) for visit in step.visits):
+            for tile in visit.tiles[0]:
+                add_tile(counts, tile, mine, positions(task.keys.shards[visit.owner])[visit.arrived.frame])
     assert (counts == expected_pairs(task)).all()
 
 

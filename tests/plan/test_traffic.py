@@ -1,9 +1,10 @@
 import pytest
 from hypothesis import given
 
-from longring.geometry.itinerary import Task, exchange
+from longring.geometry.itinerary import direction, exchange
 from longring.geometry.layouts import deal
 from longring.geometry.patterns import Dense, Dilated, Problem
+from longring.geometry.task import Task
 from longring.plan.traffic import backward_bytes, forward_bytes
 from strategies import tasks
 
@@ -21,21 +22,21 @@ def rows_sent(task, schedule, send=forward_bytes, itemsize=1):
 
 
 @given(tasks())
-def test_a_ring_sends_on_every_block_but_the_next_ranks_own(task):
+def test_a_ring_sends_at_most_every_block_but_the_next_ranks_own(task):
     """It starts with its own and ends with that of the rank after the next: n_k rows less one block."""
-    sizes, places = task.keys.sizes, task.problem.batch * task.problem.kv_heads
+    sizes, places, way = task.keys.sizes, task.problem.batch * task.problem.kv_heads, direction(task)
     for rank in range(task.ranks):
-        rows = sum(sizes) - sizes[(rank + 1) % task.ranks]
-        assert forward_bytes(task, "ring", rank, **BF16) == 2 * rows * places * 64 * 2
-
-
-@given(tasks())
-def test_a_rings_gradients_are_of_every_block_but_ones_own_in_float32(task):
-    sizes, places = task.keys.sizes, task.problem.batch * task.problem.kv_heads
-    for rank in range(task.ranks):
+        rows = sum(sizes) - sizes[(rank + way) % task.ranks]
+        assert forward_bytes(task, "ring", rank, **BF16) <= 2 * rows * places * 64 * 2
         gradients = 2 * (sum(sizes) - sizes[rank]) * places * 64 * 4
         again = forward_bytes(task, "ring", rank, **BF16)
-        assert backward_bytes(task, "ring", rank, **BF16) == again + gradients
+        assert backward_bytes(task, "ring", rank, **BF16) <= again + gradients
+
+
+def test_without_causality_a_ring_sends_all_of_it():
+    task = task_of(Dense(causal=False), 11, "contiguous", 3)  # blocks of 4, 4 and 3 rows
+    assert rows_sent(task, "ring") == [4 + 3, 4 + 4, 3 + 4]
+    assert rows_sent(task, "ring", backward_bytes, itemsize=4) == [4 * (7 + 7), 4 * (8 + 7), 4 * (7 + 8)]
 
 
 @given(tasks())
@@ -60,13 +61,14 @@ def test_one_rank_sends_nothing():
 
 def test_ring_by_hand():
     task = task_of(Dense(), 10, "contiguous", 3, batch=2, kv_heads=3)  # blocks of 4, 3 and 3 rows, 6 times over
-    assert rows_sent(task, "ring") == [(4 + 3) * 6, (3 + 4) * 6, (3 + 3) * 6]
-    # the same again, and the gradients of the two blocks that visited
-    assert rows_sent(task, "ring", backward_bytes, itemsize=4) == [4 * 6 * rows for rows in (7 + 6, 7 + 7, 6 + 7)]
+    # causal: the first block goes to both others, the second to the last, the last nowhere
+    assert rows_sent(task, "ring") == [4 * 6, (3 + 4) * 6, 0]
+    # the same again; rank 1 hands the gradients of the first block on, and rank 2 sends both home
+    assert rows_sent(task, "ring", backward_bytes, itemsize=4) == [4 * 6 * rows for rows in (4, 7 + 4, 4 + 3)]
 
 
 def test_gradients_of_float64_travel_in_float64():
-    task = task_of(Dense(), 10, "contiguous", 2)
+    task = task_of(Dense(causal=False), 10, "contiguous", 2)
     assert backward_bytes(task, "ring", 0, head_dim=1, itemsize=8) == 2 * (5 + 5) * 8
 
 
@@ -132,6 +134,6 @@ def test_longnet_over_a_million_tokens_moves_thousands_of_rows(branches, rows):
     segments = [2048 << i for i in range(branches)]
     pattern = Dilated(segments, [segment // 2048 for segment in segments], causal=False)
     task = task_of(pattern, 1 << 20, "contiguous", 64, kv_heads=2)
-    received = [stop.receives.vectors for stop in exchange(task, 33) if stop.receives]
+    received = [visit.arrived.vectors for step in exchange(task, 33) for visit in step.visits]
     assert sum(received) == 2 * rows
     assert sum(received) < 2 * (task.problem.n_k - task.keys.sizes[33]) / 100  # of what a ring brings

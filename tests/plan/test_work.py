@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 
 from enumeration import expected_pairs
-from longring.geometry.itinerary import Task
 from longring.geometry.layouts import deal
 from longring.geometry.patterns import Dense, Dilated, Problem
+from longring.geometry.task import Task
 from longring.plan.work import balance, pairs
 from strategies import tasks
 

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import LongringError
-from ..geometry.itinerary import ITINERARIES, Task
+from ..geometry.itinerary import direction
 from ..geometry.layouts import Shard, deal
+from ..geometry.looks import looks
 from ..geometry.patterns import Dense, Dilated, Pattern, Problem
+from ..geometry.plans import plan
+from ..geometry.task import Task
 from ..geometry.tiles import Tile
 
 Colour = tuple[float, float, float]
@@ -36,15 +39,17 @@ class Step(NamedTuple):
 
 def steps_of(task: Task, schedule: str, *, batch: int = 0, kv_head: int = 0) -> list[Step]:
     """What every rank computes at each step for one batch row and one kv head, in global positions."""
-    itineraries = [ITINERARIES[schedule](task, rank) for rank in range(task.ranks)]
+    plans = [list(looks(plan(schedule, task, rank))) for rank in range(task.ranks)]
     steps = []
-    for stops in zip(*itineraries, strict=True):
+    for of_ranks in zip(*plans, strict=True):
         step = _empty_step(task.problem)
-        for rank, stop in enumerate(stops):
-            queries, keys = _positions(task.queries.shards[rank]), _columns(task, schedule, stop.source)
-            for a, b in _pairs(stop.tiles, batch, kv_head):
-                step.counts[queries[a]][keys[b]] += 1
-                step.workers[queries[a]][keys[b]] = rank
+        for rank, found in enumerate(of_ranks):
+            for look in found:
+                if kv_head * task.share not in look.heads:
+                    continue
+                for a, b in _pairs(look.tiles, batch, kv_head - look.kv_heads.start):
+                    step.counts[look.queries[a]][look.keys[b]] += 1
+                    step.workers[look.queries[a]][look.keys[b]] = rank
         steps.append(step)
     return steps
 
@@ -52,15 +57,6 @@ def steps_of(task: Task, schedule: str, *, batch: int = 0, kv_head: int = 0) -> 
 def _empty_step(problem: Problem) -> Step:
     nothing, nobody = ([[value] * problem.n_k for _ in range(problem.n_q)] for value in (0, -1))
     return Step(nothing, nobody)
-
-
-def _positions(shard: Shard) -> list[int]:
-    return [position for piece in shard for position in piece]
-
-
-def _columns(task: Task, schedule: str, source: int) -> Sequence[int]:
-    """The global position of each column at hand: gather computes over all keys, in order."""
-    return range(task.problem.n_k) if schedule == "gather" else _positions(task.keys.shards[source])
 
 
 def _pairs(tiles: Sequence[Tile], batch: int, kv_head: int) -> Iterator[tuple[int, int]]:
@@ -106,7 +102,7 @@ def draw_tiles(
             _draw_panel(panel, _image(task, steps, number, max(1, most)))
             _draw_holders(panel, task, patch_class)
             if line == 0:
-                panel.set_title(_caption(schedule, number, len(steps)), fontsize=10, color=INK, pad=13)
+                panel.set_title(_caption(task, schedule, number), fontsize=10, color=INK, pad=13)
             _label(panel, task, below=line == len(drawn) - 1, left=number == 0)
         if len(drawn) > 1:
             panels[line][0].set_ylabel(f"kv head {head}\nquery position", fontsize=9, color=INK)
@@ -223,10 +219,13 @@ def _ticks(length: int) -> list[int]:
     return sorted({length * quarter // 4 for quarter in range(4)} | {length - 1})
 
 
-def _caption(schedule: str, number: int, steps: int) -> str:
+def _caption(task: Task, schedule: str, number: int) -> str:
     if schedule == "gather":
-        return "all keys at hand" if number == steps - 1 else f"keys of rank r - {number + 1} arrive"
-    return "step 0: a rank's own keys" if number == 0 else f"step {number}: keys of rank r - {number}"
+        return "all keys at hand"
+    if schedule not in ("ring", "exchange"):
+        return f"step {number}"
+    sign = "+" if schedule == "ring" and direction(task) < 0 else "-"
+    return "step 0: a rank's own keys" if number == 0 else f"step {number}: keys of rank r {sign} {number}"
 
 
 def _draw_legend(figure: Any, bottom: float, ranks: int, most: int, several_steps: bool, patch_class: Any) -> None:

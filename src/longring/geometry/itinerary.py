@@ -1,321 +1,395 @@
 """Itineraries: in which order a rank meets whose keys, and what is sent and received on the way.
 
-Schedules execute an itinerary, plan counts it, so the two cannot disagree. A *stop* is one source whose
-keys and values are at hand; a *parcel* is rows of one owner's keys (and, alike, values) on their way.
+Schedules execute an itinerary and plan counts it, so the two cannot disagree. Steps are the same on all
+ranks: what one sends in a step another receives in that step, and both post it at the same point of it,
+so that messages between two ranks match one by one.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from math import gcd
-from typing import NamedTuple, overload
+from typing import Generic, NamedTuple, TypeVar, overload
 
-from .layouts import Layout, Shard
-from .patterns import Pattern, Problem
-from .ranges import as_ranges, moved, united
-from .tiles import Tile, cut_tiles
+from .layouts import Layout, Shard, size
+from .needs import rows_seen
+from .parcels import Parcel, Share, needed
+from .ranges import shared, without
+from .routes import DoubleRing, Ring, Route, Star
+from .task import Task, at_rank, runs_over_sources, tiles_between, tiles_over_all_keys
+from .tiles import Tile
+
+HOME = -1
+"""The lane of a rank's own rows."""
 
 
-@dataclass(frozen=True)
-class Task:
-    """One call of attention as integers: what is asked, and who holds what."""
+class Visit(NamedTuple):
+    """Rows of another rank at hand during a step, and the gradients that follow them."""
 
-    pattern: Pattern
-    problem: Problem
-    queries: Layout
-    keys: Layout
+    lane: int
+    owner: int
+    tiles: tuple[tuple[Tile, ...], ...]  # by desk; columns are numbered within the frame of what arrived
+    arrived: Parcel
+    brings: Parcel | None  # gradients of the ranks before, there when the tiles are done
+    takes: tuple[Parcel, ...]  # gradients that then leave: onward, or home
 
-    @property
-    def ranks(self) -> int:
-        return self.keys.ranks
+
+P = TypeVar("P")  # a Parcel, or a Delivery between desks
+
+
+class Post(NamedTuple, Generic[P]):
+    """Parcels that start together, each with the lane it belongs to, and the step at which they must be there."""
+
+    sends: tuple[tuple[int, P], ...]
+    receives: tuple[tuple[int, P], ...]
+    due: int
+
+
+class Step(NamedTuple):
+    visits: tuple[Visit, ...]
+    posts: tuple[Post[Parcel], ...]  # of keys and values, before the tiles are computed
+    gradients: Post[Parcel] | None  # behind the tiles
+
+
+class Home(NamedTuple):
+    """A rank's own block in two parts by its rows, so that a backward can compute one first and one last."""
+
+    tiles: tuple[tuple[Tile, ...], ...]  # by desk, like the others
+    split: int
+    early: tuple[tuple[Tile, ...], ...]  # over rows before the split
+    late: tuple[tuple[Tile, ...], ...]  # over rows from the split on, numbered from it
+
+
+# ------------------------------------------------------------------------------------------------- lanes
+
+
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """Portions of the owners' rows, `task.keys`, on one route. One for all ranks, and it remembers what they ask."""
+
+    number: int
+    task: Task
+    whole: Task  # its keys are all rows of every owner, in which rows are numbered
+    route: Route
+    seats: tuple[int, int] = (1, 0)  # (stride, first): the rank of the route's i-th member is stride * i + first
+
+    def first_row(self, owner: int) -> int:
+        """Where the portion begins among the owner's rows."""
+        portion, every = self.task.keys.shards[owner], self.whole.keys.shards[owner]
+        before = 0
+        for piece in every:
+            if portion and portion[0].start in piece:
+                return before + piece.index(portion[0].start)
+            before += len(piece)
+        return 0
+
+    def tiles(self, owner: int, step: int) -> tuple[Tile, ...]:
+        """What the host computes, in columns of the owner's rows."""
+        tiles = at_rank(runs_over_sources(self.task, self.route.host(owner, step)), owner)
+        first = self.first_row(owner)
+        return tuple(tile.shifted(first) for tile in tiles) if first else tiles
+
+    def carried(self, owner: int, step: int) -> tuple[Share, ...]:
+        """The rows that reach the host at this step, for itself and for those behind it."""
+        if isinstance(self.route, Star):
+            return needed(self.tiles(owner, step))
+        return self._shares(self._rows(owner, self.route.served(step)))
+
+    def onward(self, owner: int, step: int) -> tuple[Share, ...]:
+        """The rows whose gradients go on to the next step of the chain: somebody added, and somebody will."""
+        chain = self.route.chain(step)
+        if step < chain.start or step + 1 >= chain.stop:
+            return ()
+        return self._shares(shared(self._touched(owner, step), self._rows(owner, range(step + 1, chain.stop))))
+
+    def homeward(self, owner: int, step: int) -> tuple[Share, ...]:
+        """The rows whose gradients are complete behind this step."""
+        if isinstance(self.route, Star):
+            return self.carried(owner, step)
+        chain = self.route.chain(step)
+        return self._shares(without(self._touched(owner, step), self._rows(owner, range(step + 1, chain.stop))))
+
+    def _touched(self, owner: int, step: int) -> tuple[range, ...]:
+        """Rows at hand to whose gradients this step's host or one before it in the chain may have added."""
+        chain = self.route.chain(step)
+        before, behind = range(chain.start, step + 1), range(step, chain.stop)
+        return shared(self._rows(owner, before), self._rows(owner, behind))
+
+    def _rows(self, owner: int, steps: range) -> tuple[range, ...]:
+        first = self.first_row(owner)
+        seen = rows_seen(self.task, owner, tuple(self.route.hosts(owner, steps)))
+        return tuple(range(r.start + first, r.stop + first) for r in seen)
+
+    def _shares(self, rows: tuple[range, ...]) -> tuple[Share, ...]:
+        problem = self.task.problem
+        return (Share(range(problem.batch), range(problem.kv_heads), rows),) if rows else ()
+
+    # ---- parcels of one step, named by owner; both ends ask, and often
+
+    def parcel(self, owner: int, step: int) -> Parcel | None:
+        """Keys and values on their way to the host of this step."""
+        return self._remembered(self._rows_parcel, owner, step)
+
+    def following(self, owner: int, step: int) -> Parcel | None:
+        """Gradients on their way from the host of this step to the next of the chain."""
+        return self._remembered(self._following, owner, step)
+
+    def returning(self, owner: int, step: int) -> Parcel | None:
+        """Gradients on their way from the host of this step home."""
+        return self._remembered(self._returning, owner, step)
+
+    def _remembered(self, make: Callable[[int, int], Parcel | None], owner: int, step: int) -> Parcel | None:
+        place = make.__name__, owner, step
+        if place not in self._known:
+            self._known[place] = make(owner, step)
+        return self._known[place]
 
     @cached_property
-    def _hash(self) -> int:
-        return hash((self.pattern, self.problem, self.queries, self.keys))
+    def _known(self) -> dict[tuple[str, int, int], Parcel | None]:
+        return {}
 
-    def __hash__(self) -> int:
-        return self._hash
+    def _rows_parcel(self, owner: int, step: int) -> Parcel | None:
+        sender, receiver = self.route.host(owner, self.route.origin(step)), self.route.host(owner, step)
+        return self._parcel(sender, receiver, owner, self.carried(owner, step), "rows")
 
+    def _following(self, owner: int, step: int) -> Parcel | None:
+        if step + 1 not in self.route.chain(step):
+            return None
+        sender, receiver = self.route.host(owner, step), self.route.host(owner, step + 1)
+        return self._parcel(sender, receiver, owner, self.onward(owner, step), "gradients")
 
-# ------------------------------------------------------------------------------------- which tiles meet
+    def _returning(self, owner: int, step: int) -> Parcel | None:
+        return self._parcel(self.route.host(owner, step), owner, owner, self.homeward(owner, step), "gradients")
 
-
-class Run(NamedTuple):
-    """Ranks with which the tiles are the same, number for number."""
-
-    ranks: range
-    tiles: tuple[Tile, ...]
-
-
-def tiles_between(task: Task, target: int, source: int) -> tuple[Tile, ...]:
-    """Tiles of the target's queries over the source's keys."""
-    return _tiles(task, task.queries.shards[target], task.keys.shards[source])
-
-
-def tiles_over_all_keys(task: Task, target: int) -> tuple[Tile, ...]:
-    """Tiles of the target's queries over every key, in the order of their positions."""
-    return _tiles(task, task.queries.shards[target], (range(task.problem.n_k),))
+    def _parcel(self, sender: int, receiver: int, owner: int, shares: tuple[Share, ...], kind: str) -> Parcel | None:
+        stride, first = self.seats
+        return Parcel(stride * sender + first, stride * receiver + first, owner, shares, kind) if shares else None
 
 
-def _tiles(task: Task, queries: Shard, keys: Shard) -> tuple[Tile, ...]:
-    if not queries or not keys:
-        return ()
-    positions = tuple(moved(r, task.problem.offset) for r in queries)
-    return cut_tiles(task.pattern.groups(task.problem, positions), positions, keys)
+# --------------------------------------------------------------------------------------------- itineraries
 
 
-@lru_cache(maxsize=8192)
-def runs_over_sources(task: Task, target: int) -> tuple[Run, ...]:
-    """What `target` computes with the keys of every rank, as runs of ranks."""
-    twin = _twin(task.queries.shards[target], task.keys, task.problem.offset)
-    return tuple(_runs(task, task.keys, twin, lambda source: (target, source)))
+class Itinerary(Sequence[Step]):
+    """The steps of one member of a route, each made when it is asked for: thousands of ranks have millions of them."""
 
-
-@lru_cache(maxsize=8192)
-def runs_over_targets(task: Task, source: int) -> tuple[Run, ...]:
-    """What every rank computes with the keys of `source`, as runs of ranks."""
-    twin = _twin(task.keys.shards[source], task.queries, -task.problem.offset)
-    return tuple(_runs(task, task.queries, twin, lambda target: (target, source)))
-
-
-def at_rank(runs: tuple[Run, ...], rank: int) -> tuple[Tile, ...]:
-    return runs[bisect_right(runs, rank, key=lambda run: run.ranks.start) - 1].tiles
-
-
-def _twin(shard: Shard, layout: Layout, shift: int) -> int | None:
-    """The one rank that could hold the very positions of the shard, which make one square instead of several tiles."""
-    return layout.rank_starting_at.get(shard[0].start + shift) if shard else None
-
-
-def _runs(task: Task, layout: Layout, twin: int | None, pair: Callable[[int], tuple[int, int]]) -> Iterator[Run]:
-    if task.pattern.only_limits is None:
-        for rank in range(layout.ranks):
-            yield Run(range(rank, rank + 1), tiles_between(task, *pair(rank)))
-        return
-    for family in layout.families:
-        for ranks in _split_at(family, twin):
-            yield from _runs_in_family(task, ranks, pair)
-
-
-def _split_at(family: range, rank: int | None) -> list[range]:
-    if rank is None or rank not in family:
-        return [family]
-    parts = range(family.start, rank), range(rank, rank + 1), range(rank + 1, family.stop)
-    return [part for part in parts if part]
-
-
-def _runs_in_family(task: Task, ranks: range, pair: Callable[[int], tuple[int, int]]) -> Iterator[Run]:
-    """Halve until both ends look alike: limits move one way along a family, so all between look alike too."""
-    first, last = (_look(task, *pair(rank)) for rank in (ranks[0], ranks[-1]))
-    if first == last or len(ranks) == 1:
-        yield Run(ranks, tiles_between(task, *pair(ranks[0])))
-        return
-    half = len(ranks) // 2
-    yield from _runs_in_family(task, ranks[:half], pair)
-    yield from _runs_in_family(task, ranks[half:], pair)
-
-
-def _look(task: Task, target: int, source: int) -> tuple[int, ...]:
-    """The limits of every pair of pieces, as far as they bind: with equal shapes, equal looks give equal tiles."""
-    assert task.pattern.only_limits is not None
-    lo, hi = task.pattern.only_limits
-    look: list[int] = []
-    for q in task.queries.shards[target]:
-        for k in task.keys.shards[source]:
-            step = q.step if q.step == k.step else 1
-            height, width = (q[-1] - q[0]) // step + 1, (k[-1] - k[0]) // step + 1
-            gap = q.start + task.problem.offset - k.start
-            look.append(-height if lo is None else min(max(-(-(lo + gap) // step), 1 - height), width))
-            look.append(width if hi is None else max(min((hi + gap) // step, width - 1), -height))
-    return tuple(look)
-
-
-# ------------------------------------------------------------------------------------------ what travels
-
-
-class Share(NamedTuple):
-    """Local rows of an owner's keys, for some batch rows and kv heads."""
-
-    batch: range
-    kv_heads: range
-    rows: tuple[range, ...]
+    def __init__(self, member: int, lanes: tuple[Lane, ...]) -> None:
+        self.member, self.lanes = member, lanes
 
     @property
-    def vectors(self) -> int:
-        return len(self.batch) * len(self.kv_heads) * sum(map(len, self.rows))
-
-
-class Parcel(NamedTuple):
-    """Rows of the owner's keys and as many of its values, or of their gradients, between two ranks."""
-
-    sender: int
-    receiver: int
-    owner: int
-    shares: tuple[Share, ...]
-
-    @property
-    def vectors(self) -> int:
-        """Vectors of d numbers, of the keys; the values are as many again."""
-        return sum(share.vectors for share in self.shares)
-
-    @property
-    def frame(self) -> range:
-        """The narrowest range of the owner's local rows that has room for all that is in the parcel."""
-        return _frame(self.shares)
-
-
-@lru_cache(maxsize=4096)
-def _frame(shares: tuple[Share, ...]) -> range:
-    parts = [r for share in shares for r in share.rows]
-    first, last = min(r[0] for r in parts), max(r[-1] for r in parts)
-    step = gcd(*(r.step for r in parts if len(r) > 1), *(r[0] - first for r in parts)) or 1
-    return range(first, last + 1, step)
-
-
-@lru_cache(maxsize=8192)
-def needed(tiles: tuple[Tile, ...]) -> tuple[Share, ...]:
-    """The key rows that some tile names, each once for all tiles, batch row by batch row and head by head."""
-    by_place: dict[tuple[int, int], set[range]] = {}
-    for tile in tiles:
-        columns = {moved(tile.cols, i * tile.repeat.cols) for i in range(tile.repeat.count)}
-        for b in tile.batch:
-            for h in tile.kv_heads:
-                by_place.setdefault((b, h), set()).update(columns)
-    by_rows: dict[tuple[range, ...], list[tuple[int, int]]] = {}
-    unions: dict[frozenset[range], tuple[range, ...]] = {}
-    for place, columns in by_place.items():
-        key = frozenset(columns)
-        if key not in unions:
-            unions[key] = united(key)
-        by_rows.setdefault(unions[key], []).append(place)
-    return tuple(Share(batch, heads, rows) for rows, places in by_rows.items() for batch, heads in _rectangles(places))
-
-
-def _rectangles(places: list[tuple[int, int]]) -> Iterator[tuple[range, range]]:
-    """(batch rows, heads) as few products of ranges."""
-    heads_of: dict[int, list[int]] = {}
-    for b, h in places:
-        heads_of.setdefault(b, []).append(h)
-    batches_of: dict[tuple[int, ...], list[int]] = {}
-    for b, heads in heads_of.items():
-        batches_of.setdefault(tuple(sorted(heads)), []).append(b)
-    for heads, batches in batches_of.items():
-        for batch in united(range(b, b + 1) for b in batches):
-            for group in as_ranges(heads):
-                yield batch, group
-
-
-# ------------------------------------------------------------------------------------------ the schedules
-
-
-class Stop(NamedTuple):
-    """One source at hand: its tiles, what moves so that it can be, and which gradients move afterwards."""
-
-    source: int
-    tiles: tuple[Tile, ...]
-    sends: Parcel | None = None
-    receives: Parcel | None = None
-    gradient_sends: Parcel | None = None
-    gradient_receives: Parcel | None = None
-
-
-class Itinerary(Sequence[Stop]):
-    """A rank's stops in order, each made when it is asked for: thousands of ranks have millions of them."""
-
-    def __init__(self, length: int, stop_at: Callable[[int], Stop]) -> None:
-        self._length, self._stop_at = length, stop_at
+    def task(self) -> Task:
+        return self.lanes[0].whole
 
     def __len__(self) -> int:
-        return self._length
+        return self.lanes[0].route.steps
 
     @overload
-    def __getitem__(self, index: int) -> Stop: ...
+    def __getitem__(self, index: int) -> Step: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Stop]: ...
-    def __getitem__(self, index: int | slice) -> Stop | list[Stop]:
-        steps = range(self._length)[index]
-        return [self._stop_at(step) for step in steps] if isinstance(steps, range) else self._stop_at(steps)
+    def __getitem__(self, index: slice) -> list[Step]: ...
+    def __getitem__(self, index: int | slice) -> Step | list[Step]:
+        steps = range(len(self))[index]
+        return [self._step(step) for step in steps] if isinstance(steps, range) else self._step(steps)
+
+    @cached_property
+    def home(self) -> Home:
+        early, late = halves(self.task)
+        own = self.member
+        tiles, before, behind = (self.own_tiles(task) for task in (self.task, early, late))
+        return Home(tiles, early.keys.sizes[own], before, behind)
+
+    def own_tiles(self, task: Task) -> tuple[tuple[Tile, ...], ...]:
+        """What each desk computes with the member's own keys, or with a part of them."""
+        return (tiles_between(task, self.member, self.member),)
+
+    def guest_tiles(self, lane: Lane, owner: int, step: int) -> tuple[tuple[Tile, ...], ...]:
+        """What each desk computes with a guest's keys, in columns of its owner's rows."""
+        return (lane.tiles(owner, step),)
+
+    def forward(self) -> Iterator[Post[Parcel]]:
+        """Everything a forward posts, in order."""
+        for step in self:
+            yield from step.posts
+
+    def backward(self) -> Iterator[Post[Parcel]]:
+        """Everything a backward posts, in order."""
+        for step in self:
+            yield from step.posts
+            if step.gradients is not None:
+                yield step.gradients
+
+    def _step(self, step: int) -> Step:
+        visits = tuple(self._visits(step)) if step else ()
+        return Step(visits, tuple(self._posts(step)), self._gradients(step) if step else None)
+
+    def _visits(self, step: int) -> Iterator[Visit]:
+        for lane in self.lanes:
+            owner = lane.route.guest(self.member, step)
+            arrived = lane.parcel(owner, step)
+            if arrived is None:
+                continue
+            cut = self.guest_tiles(lane, owner, step)
+            tiles = tuple(tuple(tile.seen_through(arrived.frame) for tile in of_desk) for of_desk in cut)
+            brings = lane.following(owner, step - 1) if step - 1 in lane.route.chain(step) else None
+            takes = (lane.following(owner, step), lane.returning(owner, step))
+            yield Visit(lane.number, owner, tiles, arrived, brings, tuple(filter(None, takes)))
+
+    def _posts(self, step: int) -> Iterator[Post[Parcel]]:
+        """One for all lanes that are due at the same step."""
+        for due in sorted({later for lane in self.lanes for later in lane.route.leaving(step)}):
+            sends: list[tuple[int, Parcel]] = []
+            receives: list[tuple[int, Parcel]] = []
+            for lane in self.lanes:
+                if due not in lane.route.leaving(step):
+                    continue
+                given = lane.parcel(lane.route.guest(self.member, lane.route.origin(due)), due)
+                if given is not None:
+                    sends.append((HOME if given.owner == self.member else lane.number, given))
+                expected = lane.parcel(lane.route.guest(self.member, due), due)
+                if expected is not None:
+                    receives.append((lane.number, expected))
+            if sends or receives:
+                yield Post(tuple(sends), tuple(receives), due)
+
+    def _gradients(self, step: int) -> Post[Parcel] | None:
+        sends = [(visit.lane, parcel) for visit in self._visits(step) for parcel in visit.takes]
+        receives: list[tuple[int, Parcel]] = []
+        for lane in self.lanes:
+            following = lane.following(lane.route.guest(self.member, step + 1), step) if step + 1 < len(self) else None
+            if following is not None:
+                receives.append((lane.number, following))
+            homecoming = lane.returning(self.member, step)
+            if homecoming is not None:
+                receives.append((HOME, homecoming))
+        return Post(tuple(sends), tuple(receives), step + 1) if sends or receives else None
 
 
 @lru_cache(maxsize=4096)
 def ring(task: Task, rank: int) -> Itinerary:
-    """Whole blocks, from neighbour to neighbour; the gradient of a block follows it and ends at home."""
-    runs, size = runs_over_sources(task, rank), task.ranks
-    after, before = (rank + 1) % size, (rank - 1) % size
+    """From neighbour to neighbour, the way round on which less has to go far."""
+    return Itinerary(rank, _ring_lanes(task))
 
-    def parcel(sender: int, receiver: int, owner: int) -> Parcel | None:
-        whole = _whole_shard(task, owner)
-        return Parcel(sender, receiver, owner, whole) if whole else None
 
-    def stop_at(step: int) -> Stop:
-        source, sent, following = ((rank - step + shift) % size for shift in (0, 1, -1))
-        tiles = at_rank(runs, source)
-        if step == 0:
-            return Stop(source, tiles)
-        return Stop(
-            source,
-            tiles,
-            sends=parcel(rank, after, sent),
-            receives=parcel(before, rank, source),
-            gradient_sends=parcel(rank, after, source),
-            gradient_receives=parcel(before, rank, following),
-        )
+@lru_cache(maxsize=4096)
+def bidirectional(task: Task, rank: int) -> Itinerary:
+    """Early rows up, late rows down: each link carries half in each direction."""
+    return Itinerary(rank, _lanes_both_ways(task))
 
-    return Itinerary(size, stop_at)
+
+@lru_cache(maxsize=4096)
+def double_ring(task: Task, rank: int, node_ranks: int) -> Itinerary:
+    """Rings inside nodes, a ring between them."""
+    return Itinerary(rank, _double_ring_lanes(task, node_ranks))
 
 
 @lru_cache(maxsize=4096)
 def exchange(task: Task, rank: int) -> Itinerary:
-    """Needed rows only, directly from their owner; their gradients go straight back.
+    """Needed rows only, directly from their owner; their gradients go straight back."""
+    return Itinerary(rank, _direct_lanes(task))
 
-    Stops at which nothing moves stay: between two ranks, rows of one stop and gradients of another share
-    a channel, and all ranks must post them in one order.
-    """
-    sources, targets, size = runs_over_sources(task, rank), runs_over_targets(task, rank), task.ranks
 
-    def stop_at(step: int) -> Stop:
-        source, target = (rank - step) % size, (rank + step) % size
-        tiles = at_rank(sources, source)
-        if step == 0:
-            return Stop(source, tiles)
-        return _direct_stop(rank, source, target, needed(tiles), needed(at_rank(targets, target)), tiles)
+Lanes = tuple[Lane, ...]
 
-    return Itinerary(size, stop_at)
+
+@lru_cache(maxsize=64)
+def _ring_lanes(task: Task) -> Lanes:
+    return (Lane(0, task, task, Ring(task.ranks, direction(task))),)
+
+
+@lru_cache(maxsize=64)
+def _lanes_both_ways(task: Task) -> Lanes:
+    early, late = halves(task)
+    return Lane(0, early, task, Ring(task.ranks, +1)), Lane(1, late, task, Ring(task.ranks, -1))
+
+
+@lru_cache(maxsize=64)
+def _double_ring_lanes(task: Task, node_ranks: int) -> Lanes:
+    return (Lane(0, task, task, DoubleRing(task.ranks, node_ranks)),)
+
+
+@lru_cache(maxsize=64)
+def _direct_lanes(task: Task) -> Lanes:
+    return (Lane(0, task, task, Star(task.ranks)),)
+
+
+@lru_cache(maxsize=256)
+def halves(task: Task) -> tuple[Task, Task]:
+    """The task over the early rows of every owner, and over the late ones."""
+    cut = [_halved(shard) for shard in task.keys.shards]
+    early, late = (Layout(task.keys.length, tuple(pair[i] for pair in cut)) for i in range(2))
+    return replace(task, keys=early), replace(task, keys=late)
+
+
+def _halved(shard: Shard) -> tuple[Shard, Shard]:
+    """At the border of two pieces if there are several, so that tiles stay whole."""
+    if len(shard) == 1:
+        middle = len(shard[0]) // 2
+        return tuple(filter(len, (shard[0][:middle],))), tuple(filter(len, (shard[0][middle:],)))
+    half = size(shard) / 2
+    border = min(range(1, len(shard) + 1), key=lambda i: abs(size(shard[:i]) - half)) if shard else 0
+    return shard[:border], shard[border:]
+
+
+OWNERS_TO_ASK, STEPS_TO_ASK = 8, 32
+
+
+@lru_cache(maxsize=256)
+def direction(task: Task) -> int:
+    """+1 or -1: in which direction fewer rows travel; a causal zigzag goes down, a causal contiguous ring up."""
+    up, down = (_rows_of_some(task, Ring(task.ranks, way)) for way in (+1, -1))
+    return +1 if up <= down else -1
+
+
+def _rows_of_some(task: Task, route: Ring) -> int:
+    """Rows that travel, of a few owners and steps evenly spaced, which speak for all."""
+    lane = Lane(0, task, task, route)
+    owners = range(0, task.ranks, -(-task.ranks // OWNERS_TO_ASK))
+    steps = range(1, task.ranks, -(-task.ranks // STEPS_TO_ASK))
+    return sum(share.vectors for owner in owners for step in steps for share in lane.carried(owner, step))
+
+
+# ------------------------------------------------------------------------------------------------- gather
+
+
+class Gathering:
+    """Everything to everybody, owner by owner; then tiles over all keys in the order of their positions."""
+
+    def __init__(self, task: Task, rank: int) -> None:
+        self.task, self.rank = task, rank
+
+    @cached_property
+    def tiles(self) -> tuple[Tile, ...]:
+        return tiles_over_all_keys(self.task, self.rank)
+
+    def forward(self) -> Iterator[Post[Parcel]]:
+        return self._direct("rows")
+
+    def gradients(self) -> Iterator[Post[Parcel]]:
+        return self._direct("gradients")
+
+    def backward(self) -> Iterator[Post[Parcel]]:
+        yield from self.forward()
+        yield from self.gradients()
+
+    def _direct(self, kind: str) -> Iterator[Post[Parcel]]:
+        """In round i to the i-th rank after this one, from the i-th before it. Gradients: those of its own rows."""
+        rank, ranks = self.rank, self.task.ranks
+        for step in range(1, ranks):
+            after, before = (rank + step) % ranks, (rank - step) % ranks
+            sent, expected = (rank, before) if kind == "rows" else (after, rank)
+            sends = self._whole(rank, after, sent, kind)
+            receives = self._whole(before, rank, expected, kind)
+            if sends or receives:
+                yield Post(sends, receives, step)
+
+    def _whole(self, sender: int, receiver: int, owner: int, kind: str) -> tuple[tuple[int, Parcel], ...]:
+        problem, rows = self.task.problem, self.task.keys.sizes[owner]
+        if not rows:
+            return ()
+        share = Share(range(problem.batch), range(problem.kv_heads), (range(rows),))
+        return ((HOME, Parcel(sender, receiver, owner, (share,), kind)),)
 
 
 @lru_cache(maxsize=4096)
-def gather(task: Task, rank: int) -> Itinerary:
-    """Everything to everybody, owner by owner; the tiles of the last stop are over all keys in order."""
-    size, tiles = task.ranks, tiles_over_all_keys(task, rank)
-
-    def stop_at(step: int) -> Stop:
-        if step == size - 1:
-            return Stop(rank, tiles)
-        source, target = (rank - step - 1) % size, (rank + step + 1) % size
-        return _direct_stop(rank, source, target, _whole_shard(task, source), _whole_shard(task, rank), ())
-
-    return Itinerary(size, stop_at)
-
-
-def _direct_stop(
-    rank: int, source: int, target: int, wanted: tuple[Share, ...], given: tuple[Share, ...], tiles: tuple[Tile, ...]
-) -> Stop:
-    return Stop(
-        source,
-        tiles,
-        sends=Parcel(rank, target, rank, given) if given else None,
-        receives=Parcel(source, rank, source, wanted) if wanted else None,
-        gradient_sends=Parcel(rank, source, source, wanted) if wanted else None,
-        gradient_receives=Parcel(target, rank, rank, given) if given else None,
-    )
-
-
-def _whole_shard(task: Task, owner: int) -> tuple[Share, ...]:
-    rows = task.keys.sizes[owner]
-    return (Share(range(task.problem.batch), range(task.problem.kv_heads), (range(rows),)),) if rows else ()
-
-
-ITINERARIES: dict[str, Callable[[Task, int], Itinerary]] = {"ring": ring, "exchange": exchange, "gather": gather}
+def gather(task: Task, rank: int) -> Gathering:
+    return Gathering(task, rank)

@@ -8,8 +8,8 @@ Positions are global; `lo` or `hi` is None where there is no limit.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -41,6 +41,19 @@ class Group(NamedTuple):
     keys: range
     lo: int | None
     hi: int | None
+
+
+class Span(NamedTuple):
+    """Positions first..last; none if last is before first."""
+
+    first: int
+    last: int
+
+    def within(self, other: Span) -> Span:
+        return Span(max(self.first, other.first), min(self.last, other.last))
+
+    def up_to(self, last: int) -> Span:
+        return Span(self.first, min(self.last, last))
 
 
 # ------------------------------------------------------------------------------------------------ dense
@@ -88,6 +101,16 @@ class Dense:
             raise PatternError(f"lengths must hold one number for each of {problem.batch} rows, got {self.lengths}")
         if any(length > problem.n_k for length in self.lengths):
             raise PatternError(f"lengths must not exceed the {problem.n_k} keys, got {self.lengths}")
+
+    def sees(self, problem: Problem, first: int, last: int) -> Span:
+        """(first, last) key that queries at positions first..last could see: never too few."""
+        lo, hi = self.limits
+        span = Span(0, problem.n_k - 1)
+        if self.lengths is not None:
+            span = span.up_to(max(self.lengths) - 1)
+        if self.documents is not None:
+            span = span.within(_span_of_documents(self.documents, first, last))
+        return span.within(Span(first + lo if lo is not None else 0, last + hi if hi is not None else span.last))
 
     def groups(self, problem: Problem, near: Shard) -> Iterator[Group]:
         lo, hi = self.limits
@@ -167,6 +190,25 @@ class Dilated:
         """Whether some rows of some heads are kept by no branch, and so see nothing."""
         return min(self.dilation_rates) > 1
 
+    def only(self, keep: Callable[[int], bool]) -> Dilated | None:
+        """The branches whose segment length is kept, or None if there are none."""
+        kept = [(w, r) for w, r in self.branches if keep(w)]
+        if not kept:
+            return None
+        segments, rates = zip(*kept, strict=True)
+        return replace(self, segment_lengths=segments, dilation_rates=rates)
+
+    def sees(self, problem: Problem, first: int, last: int) -> Span:
+        """(first, last) key that queries at positions first..last could see: never too few."""
+        span = Span(0, problem.n_k - 1)
+        if self.documents is not None:
+            span = span.within(_span_of_documents(self.documents, first, last))
+        else:
+            segments = self.segment_lengths
+            start, stop = min(first // w * w for w in segments), max((last // w + 1) * w for w in segments)
+            span = span.within(Span(start, stop - 1))
+        return span.up_to(last) if self.causal else span
+
     def groups(self, problem: Problem, near: Shard) -> Iterator[Group]:
         for w, r in self.branches:
             by_phase = phases(problem.kv_heads, r, self.phase)
@@ -214,6 +256,13 @@ def _indices_near(near: Shard, w: int, length: int | None = None) -> list[int]:
         if first < stop:
             spans.append(range(first, stop))
     return [index for span in spans for index in span]
+
+
+def _span_of_documents(documents: Documents, first: int, last: int) -> Span:
+    """From where the document of `first` begins to where that of `last` ends, in whichever batch row that is wider."""
+    starts = [row[max(bisect_right(row, first) - 1, 0)] for row in documents]
+    stops = [row[min(max(bisect_right(row, last), 1), len(row) - 1)] for row in documents]
+    return Span(min(starts), max(stops) - 1)
 
 
 def _documents_near(boundaries: tuple[int, ...], near: Shard) -> Iterator[range]:

@@ -71,8 +71,8 @@ def as_ranges(positions: Sequence[int]) -> tuple[range, ...]:
 def united(parts: Iterable[range]) -> tuple[range, ...]:
     """Each position once, in rising order."""
     distinct = sorted({r for r in parts if r}, key=lambda r: (r.start, -len(r)))
-    if len(distinct) == 1:
-        return (distinct[0],)
+    if len(distinct) <= 1:
+        return tuple(distinct)
     if all(r.step == 1 for r in distinct):
         return _united_intervals(distinct)
     return as_ranges(sorted(set().union(*distinct)))
@@ -86,3 +86,18 @@ def _united_intervals(sorted_intervals: list[range]) -> tuple[range, ...]:
         else:
             found.append(r)
     return tuple(found)
+
+
+def shared(a: Iterable[range], b: Iterable[range]) -> tuple[range, ...]:
+    """Positions in both of two unions of intervals."""
+    b = tuple(b)
+    return united(range(max(x.start, y.start), min(x.stop, y.stop)) for x in a for y in b)
+
+
+def without(a: Iterable[range], b: Iterable[range]) -> tuple[range, ...]:
+    """Positions of one union of intervals that are not in the other."""
+    left = list(a)
+    for cut_out in b:
+        pieces = ((range(x.start, min(x.stop, cut_out.start)), range(max(x.start, cut_out.stop), x.stop)) for x in left)
+        left = [piece for pair in pieces for piece in pair if piece]
+    return united(left)

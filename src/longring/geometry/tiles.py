@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from math import lcm
 from typing import NamedTuple
 
@@ -93,6 +94,10 @@ class Tile:
             lo=kept.lo,
             hi=kept.hi,
         )
+
+    def shifted(self, columns: int) -> Tile:
+        """The same tile when so many columns stand before those at hand."""
+        return replace(self, cols=moved(self.cols, columns))
 
     def seen_through(self, frame: range) -> Tile:
         """The same tile when the columns at hand are those of `frame` alone, which holds all of its own."""
@@ -194,6 +199,8 @@ def _group_tiles(group: Group, mine: list[Held], theirs: list[Held]) -> list[Til
 def _own_square(group: Group, mine: list[Held], theirs: list[Held]) -> Tile | None:
     """Causal over equal positions is one square even where they have gaps, since both sides rise alike."""
     if (group.lo, group.hi) != (None, 0) or [q.positions for q in mine] != [k.positions for k in theirs]:
+        return None
+    if any(a.positions[-1] > b.positions[0] for a, b in pairwise(mine)):  # what several striped ranks hold together
         return None
     rows, cols = chain(q.rows for q in mine), chain(k.rows for k in theirs)
     if rows is None or cols is None:

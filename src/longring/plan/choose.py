@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from ..geometry.itinerary import Task, needed, runs_over_sources
 from ..geometry.patterns import Dense, Pattern
+from ..geometry.task import Task
+from .cost import MACHINES, Estimate, estimates
 
-RANKS_TO_ASK = 8
+MARGIN = 1.1  # estimates are rough: by less than this nobody is faster
 
 
 def choose_layout(pattern: Pattern, length: int) -> tuple[str, str]:
@@ -22,42 +23,40 @@ def choose_layout(pattern: Pattern, length: int) -> tuple[str, str]:
     return "zigzag", "causal work is equal when each rank holds an early and a late chunk"
 
 
-def choose_schedule(task: Task) -> tuple[str, str]:
-    """(schedule, reason): the ring, unless what is needed is less than half of what a ring moves.
-
-    A ring speaks to neighbours only and has its buffers from the start; direct messages cross the network.
-    """
+def choose_schedule(
+    task: Task, *, head_dim: int = 64, itemsize: int = 2, node_ranks: int | None = None, machine: str = "cuda"
+) -> tuple[str, str]:
+    """(schedule, reason): of those that are fastest by estimate the one that moves least, the ring if alike."""
     if task.ranks == 1:
         return "ring", "one rank holds everything, and nothing moves"
-    ranks = _some_ranks(task)
-    wanted = sum(_vectors_wanted(task, rank) for rank in ranks)
-    every = sum(_vectors(task, task.problem.n_k - task.keys.sizes[rank]) for rank in ranks)
-    share = f"ranks need {wanted:,} of {every:,} vectors that others hold"
-    if len(ranks) < task.ranks:
-        share += f" (of {len(ranks)} ranks, taken for all)"
-    if 2 * wanted < every:
-        return "exchange", f"{share}: they come straight from their owners"
-    return "ring", f"{share}: whole blocks pass from neighbour to neighbour"
+    found = estimates(
+        task,
+        head_dim=head_dim,
+        itemsize=itemsize,
+        node_ranks=node_ranks or task.ranks,
+        machine=MACHINES.get(machine, MACHINES["cpu"]),
+    )
+    fastest = min(one.seconds for one in found)
+    fast = [one for one in found if one.seconds <= MARGIN * fastest]
+    relays = [one for one in fast if one.overlaps] or fast
+    least = min(one.volume for one in relays)
+    taken = next(one for one in relays if one.volume <= MARGIN * least)
+    return taken.schedule, "; ".join(_spoken(one) for one in (taken, *(o for o in found if o is not taken)))
 
 
-def _some_ranks(task: Task) -> list[int]:
-    """All, or a few evenly spaced that speak for all, the same on every rank."""
-    few = min(task.ranks, RANKS_TO_ASK)
-    return [task.ranks * i // few + task.ranks // (2 * few) for i in range(few)]
+def _spoken(one: Estimate) -> str:
+    how = "while" if one.overlaps else "and"
+    return (
+        f"{one.schedule} about {_duration(one.seconds)} (computing {_duration(one.computing)} {how} moving "
+        f"{_duration(one.moving)})"
+    )
 
 
-def _vectors_wanted(task: Task, rank: int) -> int:
-    """Vectors of keys that the rank needs and does not hold."""
-    found = 0
-    for run in runs_over_sources(task, rank):
-        others = len(run.ranks) - (rank in run.ranks)
-        if others and run.tiles:
-            found += others * sum(share.vectors for share in needed(run.tiles))
-    return found
-
-
-def _vectors(task: Task, rows: int) -> int:
-    return rows * task.problem.batch * task.problem.kv_heads
+def _duration(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
 
 
 def _reach(pattern: Dense, length: int) -> int | None:

@@ -1,6 +1,6 @@
 """How much each rank computes."""
 
-from ..geometry.itinerary import Task, runs_over_sources
+from ..geometry.task import Task, runs_over_sources
 
 
 def pairs(task: Task, rank: int) -> int:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..geometry.itinerary import Itinerary, Task
+from ..geometry.task import Task
 from ..kernels.contract import Gradients, Kernel, Upstream
 from ..numerics.online_softmax import Partial
-from ..transport.contract import Pending, Transport
+from ..transport.contract import Conversation, Transport
 
 
 @dataclass(frozen=True)
@@ -20,28 +19,36 @@ class Journey:
     """All that stays the same between forward and backward on one rank."""
 
     task: Task
-    itinerary: Itinerary
+    plan: Any  # of the schedule; what else it offers besides its posts is between the two
     transport: Transport
     kernel: Kernel
     schedule: str
     scale: float
     timeout: float | None
 
-    @cached_property
-    def terms(self) -> dict[str, object]:
+    def converse(self, phase: str, q: Tensor) -> Conversation:
+        return self.transport.converse(self.terms(phase, q), timeout=self.timeout)
+
+    def terms(self, phase: str, q: Tensor) -> dict[str, object]:
         """What all ranks must have asked for alike: global facts only, never a rank's own sizes."""
-        task = self.task
+        task, problem = self.task, self.task.problem
         return {
+            "call": f"attention, {phase}",
+            "length": problem.n_q,
+            "length of keys": problem.n_k,
+            "batch": problem.batch,
+            "heads": task.heads,
+            "kv heads": problem.kv_heads,
+            "head dimension": q.shape[3],
+            "dtype": q.dtype,
             "pattern": task.pattern,
-            "batch, lengths, kv heads and query offset": task.problem,
+            "query offset": problem.offset,
             "how queries are dealt": task.queries,
             "how keys are dealt": task.keys,
             "schedule": self.schedule,
+            "ranks of a node": self.transport.node_ranks,
             "scale": self.scale,
         }
-
-    def post(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], what: str) -> Pending:
-        return self.transport.converse(self.terms, timeout=self.timeout).post(sends, receives, what=what)
 
 
 class Schedule(NamedTuple):

@@ -5,45 +5,39 @@ The classic collective. It holds all n keys and values on every rank, and in the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
-from ..geometry.itinerary import Stop
+from ..geometry.itinerary import Gathering, Post
 from ..geometry.layouts import Shard
 from ..kernels.contract import Gradients, Upstream, no_gradients
 from ..numerics.online_softmax import Partial, accumulator_dtype, nothing_seen
-from ..transport.contract import Pending, Transport
+from ..transport.contract import Conversation, Pending, Transport
 from .contract import Journey, Schedule
 
 
 def forward(journey: Journey, q: Tensor, k: Tensor, v: Tensor) -> Partial:
-    all_k, all_v = _gathered(journey, k, v, phase="forward")
-    tiles = journey.itinerary[-1].tiles
+    with journey.converse("forward", q) as talk:
+        all_k, all_v = collect(journey.transport, talk, [k, v], journey.task.keys.shards, what="forward")
+    tiles = journey.plan.tiles
     if not tiles:
         return nothing_seen(q)
     return journey.kernel.forward(q, all_k, all_v, tiles, scale=journey.scale)
 
 
 def backward(journey: Journey, upstream: Upstream, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-    all_k, all_v = _gathered(journey, k, v, phase="backward")
-    tiles = journey.itinerary[-1].tiles
-    if tiles:
-        found = journey.kernel.backward(upstream, q, all_k, all_v, tiles, scale=journey.scale)
-    else:
-        found = no_gradients(q, all_k)
-    return _scattered(journey, found, k)
+    with journey.converse("backward", q) as talk:
+        all_k, all_v = collect(journey.transport, talk, [k, v], journey.task.keys.shards, what="backward")
+        tiles = journey.plan.tiles
+        if tiles:
+            found = journey.kernel.backward(upstream, q, all_k, all_v, tiles, scale=journey.scale)
+        else:
+            found = no_gradients(q, all_k)
+        return _scattered(journey, talk, found, k)
 
 
 def collect(
-    transport: Transport,
-    local: list[Tensor],
-    shards: tuple[Shard, ...],
-    *,
-    what: str,
-    terms: Mapping[str, object] | None = None,
-    timeout: float | None = None,
+    transport: Transport, talk: Conversation, local: list[Tensor], shards: tuple[Shard, ...], *, what: str
 ) -> list[Tensor]:
     """Whole tensors from every rank's rows of them, [batch, n, ...], in the order of their positions."""
     rank, size, batch = transport.rank, transport.size, local[0].shape[0]
@@ -58,9 +52,7 @@ def collect(
         blocks = [x.new_empty(batch, rows, *x.shape[2:]) for x in local]
         sends = [(target, x) for x in mine if x.numel()]
         receives = [(source, x) for x in blocks if x.numel()]
-        talk = transport.converse(terms or {}, timeout=timeout)
-        pending = talk.post(sends, receives, what=f"{what}, rows of rank {source}")
-        return pending, blocks, shards[source]
+        return talk.post(sends, receives, what=f"{what}, rows of rank {source}"), blocks, shards[source]
 
     arriving = ask(1) if size > 1 else None
     for step in range(1, size):
@@ -72,29 +64,30 @@ def collect(
     return whole
 
 
-def _gathered(journey: Journey, k: Tensor, v: Tensor, *, phase: str) -> list[Tensor]:
-    shards = journey.task.keys.shards
-    return collect(journey.transport, [k, v], shards, what=phase, terms=journey.terms, timeout=journey.timeout)
-
-
-def _scattered(journey: Journey, found: Gradients, k: Tensor) -> Gradients:
+def _scattered(journey: Journey, talk: Conversation, found: Gradients, k: Tensor) -> Gradients:
     """Each rank's rows of dK and dV, summed over the ranks in a fixed order."""
-    shards, dtype = journey.task.keys.shards, accumulator_dtype(k.dtype)
+    shards = journey.task.keys.shards
     own = [take_rows(x, shards[journey.transport.rank]) for x in (found.dk, found.dv)]
-    for stop in journey.itinerary[:-1]:
-        brought = [torch.empty(k.shape, dtype=dtype, device=k.device) for _ in range(2)]
-        _swap(journey, stop, [take_rows(x, shards[stop.source]) for x in (found.dk, found.dv)], brought)
-        for mine, theirs in zip(own, brought, strict=True):
-            if stop.gradient_receives is not None:
-                mine.add_(theirs)
+    plan: Gathering = journey.plan
+    for post in plan.gradients():
+        for mine, theirs in zip(own, _swap(talk, post, found, shards, k), strict=False):
+            mine.add_(theirs)
     return Gradients(found.dq, *own)
 
 
-def _swap(journey: Journey, stop: Stop, given: list[Tensor], brought: list[Tensor]) -> None:
-    sends = [] if stop.gradient_sends is None else [(stop.gradient_sends.receiver, x) for x in given]
-    receives = [] if stop.gradient_receives is None else [(stop.gradient_receives.sender, x) for x in brought]
-    what = f"backward, gradients of rank {stop.source}'s rows"
-    journey.post(sends, receives, what).wait()
+def _swap(talk: Conversation, post: Post, found: Gradients, shards: tuple[Shard, ...], k: Tensor) -> list[Tensor]:
+    """Another rank's sums for its own rows against this rank's sums for theirs."""
+    sends = [
+        (parcel.receiver, take_rows(x, shards[parcel.receiver]))
+        for _, parcel in post.sends
+        for x in (found.dk, found.dv)
+    ]
+    senders = [parcel.sender for _, parcel in post.receives]
+    brought = [torch.empty(k.shape, dtype=accumulator_dtype(k.dtype), device=k.device) for _ in senders for _ in "kv"]
+    receives = [(sender, x) for sender in senders for x in brought]
+    peers = sorted({peer for peer, _ in (*sends, *receives)})
+    talk.post(sends, receives, what=f"backward, gradients between this rank and {peers}").wait()
+    return brought
 
 
 def place_rows(whole: list[Tensor], local: list[Tensor], shard: Shard) -> None:

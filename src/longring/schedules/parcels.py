@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 
-from ..geometry.itinerary import Parcel, Share
+from ..geometry.parcels import Parcel, Share
 
 
 def pack(x: Tensor, parcel: Parcel, within: range) -> Tensor:
     """The parcel's rows of x [batch, n, kv_heads, d], flat. Row i of x is row within[i] of the owner."""
     parts = [place.reshape(-1) for place in _places(x, parcel, within)]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
-
-
-def empty_parcel(like: Tensor, parcel: Parcel, dtype: torch.dtype) -> Tensor:
-    """A flat buffer to receive the parcel in."""
-    return torch.empty(parcel.vectors * like.shape[3], dtype=dtype, device=like.device)
 
 
 def unpack(flat: Tensor, parcel: Parcel, batch: int, kv_heads: int) -> Tensor:
@@ -38,10 +35,22 @@ def _is_one_block(parcel: Parcel, batch: int, kv_heads: int) -> bool:
     return not others and len(share.rows) == 1 and every_row_and_head
 
 
-def add_parcel(x: Tensor, flat: Tensor, parcel: Parcel) -> None:
-    """Add what the parcel brings to the owner's own rows."""
-    for place, part in _places_and_parts(x, flat, parcel, range(x.shape[1])):
-        place.add_(part)
+def add_parcel(x: Tensor, flat: Tensor, parcel: Parcel, within: range) -> None:
+    """Add what the parcel brings to x, whose row i is row within[i] of the owner, as far as x has it."""
+    at = 0
+    for share in parcel.shares:
+        for rows in share.rows:
+            shape = (len(share.batch), len(rows), len(share.kv_heads), x.shape[3])
+            part = flat[at : at + prod(shape)].view(shape)
+            at += part.numel()
+            here = range(_first_in(rows, within.start), _first_in(rows, within.stop))
+            if here:
+                _place(x, share, rows[here.start : here.stop], within).add_(part[:, here.start : here.stop])
+
+
+def _first_in(rows: range, bound: int) -> int:
+    """The index of the first row at or behind the bound."""
+    return min(max(-(-(bound - rows.start) // rows.step), 0), len(rows))
 
 
 def _places_and_parts(x: Tensor, flat: Tensor, parcel: Parcel, within: range) -> list[tuple[Tensor, Tensor]]:

@@ -1,12 +1,20 @@
 """The schedules by name."""
 
 from ..errors import ScheduleRefusal
+from .by_heads import BY_HEADS
 from .contract import Schedule
-from .exchange import EXCHANGE
 from .gather import GATHER
-from .ring import RING
+from .relay import RELAY
 
-SCHEDULES: dict[str, Schedule] = {"ring": RING, "exchange": EXCHANGE, "gather": GATHER}
+SCHEDULES: dict[str, Schedule] = {
+    "ring": RELAY,
+    "bidirectional": RELAY,
+    "double_ring": RELAY,
+    "exchange": RELAY,
+    "gather": GATHER,
+    "ulysses": BY_HEADS,
+    "hybrid": BY_HEADS,
+}
 
 
 def check_schedule(name: str) -> None:

@@ -233,6 +233,15 @@ def _short(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
+def check_node_ranks(node_ranks: int | None, size: int) -> int:
+    """How many ranks a node has: all of them, or what was said."""
+    if node_ranks is None:
+        return size
+    if not isinstance(node_ranks, int) or isinstance(node_ranks, bool) or node_ranks < 1 or size % node_ranks:
+        raise ArgumentError(f"node_ranks must divide the {size} ranks, got {node_ranks!r}")
+    return node_ranks
+
+
 def run_ranks(
     size: int,
     program: Callable[[Loopback], T],
@@ -250,10 +259,7 @@ def run_ranks(
     """
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ArgumentError(f"size must be a whole number of ranks of at least 1, got {size!r}")
-    close = size if node_ranks is None else node_ranks
-    if not isinstance(close, int) or isinstance(close, bool) or close < 1 or size % close:
-        raise ArgumentError(f"node_ranks must divide the {size} ranks, got {node_ranks!r}")
-    world = _World(size, close, threading.Lock() if take_turns else None)
+    world = _World(size, check_node_ranks(node_ranks, size), threading.Lock() if take_turns else None)
     results: list[T | None] = [None] * size
     grad_enabled = torch.is_grad_enabled()
 

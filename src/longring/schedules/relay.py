@@ -1,0 +1,269 @@
+"""Relay: queries stay, keys and values travel, their gradients follow them and are sent home.
+
+One executor for every itinerary: the ring in one direction or in both, rings of rings, and the direct exchange.
+Besides its own, at most two blocks of K and V are on a rank of a ring: the one it computes with, which is at
+the same time on its way onward, and the one that is arriving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..geometry.itinerary import HOME, Itinerary, Post, Step
+from ..geometry.parcels import Parcel
+from ..kernels.contract import Gradients, Upstream, no_gradients
+from ..numerics.online_softmax import Partial, accumulator_dtype
+from ..transport.contract import Conversation, Pending
+from .buffers import Loan
+from .contract import Journey, Schedule
+from .desk import BackwardDesk, Desk
+from .parcels import add_parcel, pack, unpack
+
+
+def forward(journey: Journey, q: Tensor, k: Tensor, v: Tensor) -> Partial:
+    desk = Desk(journey.kernel, journey.scale, q)
+    with journey.converse("forward", q) as talk:
+        go_forward(journey.plan, talk, [desk], k, v)
+    return desk.seen
+
+
+def backward(journey: Journey, upstream: Upstream, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+    desk = BackwardDesk(journey.kernel, journey.scale, q, upstream, no_gradients(q, k[:, :0]).dq)
+    with journey.converse("backward", q) as talk:
+        dk, dv = go_backward(journey.plan, talk, [desk], k, v)
+    return Gradients(desk.dq, dk, dv)
+
+
+def go_forward(itinerary: Itinerary, talk: Conversation, desks: Sequence[Desk], k: Tensor, v: Tensor) -> None:
+    """Every desk meets its own keys, and those of every visitor."""
+    travel = Travel(itinerary, talk, k, v, "forward")
+    for number, step in travel.steps():
+        if number == 0:
+            for desk, tiles in zip(desks, itinerary.home.tiles, strict=True):
+                desk.look(tiles, k, v)
+        for visit in step.visits:
+            block = travel.at_hand[visit.lane]
+            for desk, tiles in zip(desks, visit.tiles, strict=True):
+                desk.look(tiles, block.k, block.v)
+
+
+def go_backward(
+    itinerary: Itinerary, talk: Conversation, desks: Sequence[BackwardDesk], k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """dK and dV of the rank's own rows.
+
+    Its own block is computed in two parts: one first, while the first visitors are on their way, and one last,
+    while the last gradients come home.
+    """
+    home, own = itinerary.home, Own(k, itinerary.home.split if len(itinerary) > 1 else 0)
+    travel = Travel(itinerary, talk, k, v, "backward")
+    following = Following(itinerary, talk, own, k)
+    for number, step in travel.steps():
+        if number == 0:
+            late = home.late if len(itinerary) > 1 else home.tiles
+            for desk, tiles in zip(desks, late, strict=True):
+                desk.look(tiles, k[:, own.split :], v[:, own.split :], *own.late)
+            continue
+        found: dict[int, Found] = {}
+        for visit in step.visits:
+            block = travel.at_hand[visit.lane]
+            found[visit.lane] = Found.nothing_yet(block.k, visit.arrived)
+            for desk, tiles in zip(desks, visit.tiles, strict=True):
+                desk.look(tiles, block.k, block.v, found[visit.lane].dk, found[visit.lane].dv)
+        following.arrive(found)
+        following.leave(number, step, found)
+    dk, dv = own.as_one()
+    if len(itinerary) > 1:
+        for desk, tiles in zip(desks, home.early, strict=True):
+            desk.look(tiles, *(x[:, : own.split] for x in (k, v, dk, dv)))
+    following.arrive({})
+    return dk, dv
+
+
+# ------------------------------------------------------------------------------------------ keys and values
+
+
+class Block(NamedTuple):
+    """A visitor's rows, as they are and as they came."""
+
+    parcel: Parcel
+    k: Tensor
+    v: Tensor
+    loans: tuple[Loan, ...]
+
+
+class UnderWay(NamedTuple):
+    """What was posted together: what is received for which lane, and whose memory is being sent."""
+
+    pending: Pending
+    expected: list[tuple[int, Parcel, tuple[Loan, Loan]]]
+    sending: list[Loan]
+
+    def wait(self) -> None:
+        self.pending.wait()
+        for loan in self.sending:
+            loan.done()
+
+
+class Travel:
+    """Keys and values on their way. At every step what leaves is posted, and what the next needs waited for."""
+
+    def __init__(self, itinerary: Itinerary, talk: Conversation, k: Tensor, v: Tensor, phase: str) -> None:
+        self._itinerary, self._talk, self._k, self._v, self._phase = itinerary, talk, k, v, phase
+        self._due: dict[int, list[UnderWay]] = {}
+        self.at_hand: dict[int, Block] = {}  # by lane
+
+    def steps(self) -> Iterator[tuple[int, Step]]:
+        """Every step with its blocks at hand; those of the next are under way while the caller computes."""
+        for number, step in enumerate(self._itinerary):
+            for post in step.posts:
+                self._due.setdefault(post.due, []).append(self._start(post))
+            yield number, step
+            for block in self.at_hand.values():
+                for loan in block.loans:
+                    loan.done()
+            self.at_hand = dict(self._arrived(number + 1))
+
+    def _start(self, post: Post[Parcel]) -> UnderWay:
+        sends: list[tuple[int, Tensor]] = []
+        sending: list[Loan] = []
+        for lane, parcel in post.sends:
+            sends += [(parcel.receiver, x) for x in self._packed(lane, parcel)]
+            if lane != HOME:
+                sending += [loan.shared() for loan in self.at_hand[lane].loans]
+        expected = [(lane, parcel, self._room(parcel)) for lane, parcel in post.receives]
+        receives = [(parcel.sender, loan.flat) for _, parcel, room in expected for loan in room]
+        what = f"{self._phase}, step {post.due} of {len(self._itinerary) - 1}"
+        return UnderWay(self._talk.post(sends, receives, what=what), expected, sending)
+
+    def _packed(self, lane: int, parcel: Parcel) -> list[Tensor]:
+        if lane == HOME:
+            return [pack(x, parcel, range(x.shape[1])) for x in (self._k, self._v)]
+        block = self.at_hand[lane]
+        if parcel.shares == block.parcel.shares:  # all of it goes on, as it came
+            return [loan.flat for loan in block.loans]
+        return [pack(x, parcel, block.parcel.frame) for x in (block.k, block.v)]
+
+    def _room(self, parcel: Parcel) -> tuple[Loan, Loan]:
+        numbers = parcel.vectors * self._k.shape[3]
+        return Loan(numbers, self._k.dtype, self._k.device), Loan(numbers, self._k.dtype, self._k.device)
+
+    def _arrived(self, step: int) -> Iterator[tuple[int, Block]]:
+        for under_way in self._due.pop(step, ()):
+            under_way.wait()
+            for lane, parcel, room in under_way.expected:
+                k, v = (unpack(loan.flat, parcel, self._k.shape[0], self._k.shape[2]) for loan in room)
+                yield lane, Block(parcel, k, v, room)
+
+
+# ------------------------------------------------------------------------------------------------ gradients
+
+
+class Found(NamedTuple):
+    """This rank's part of a visitor's gradients."""
+
+    parcel: Parcel
+    dk: Tensor
+    dv: Tensor
+    loans: tuple[Loan, Loan]
+
+    @classmethod
+    def nothing_yet(cls, k: Tensor, parcel: Parcel) -> Found:
+        dtype = accumulator_dtype(k.dtype)
+        loans = Loan(k.numel(), dtype, k.device), Loan(k.numel(), dtype, k.device)
+        dk, dv = (loan.flat.zero_().view(k.shape) for loan in loans)
+        return cls(parcel, dk, dv, loans)
+
+
+def _gradients_of(k: Tensor) -> tuple[Tensor, Tensor]:
+    _, dk, dv = no_gradients(k[:, :0], k)
+    return dk, dv
+
+
+class Own:
+    """The gradients of the rank's own rows: late ones from the start, early ones when the first come home."""
+
+    def __init__(self, k: Tensor, split: int) -> None:
+        self.split = split
+        self._k = k
+        self.late = _gradients_of(k[:, split:])
+        self._early: tuple[Tensor, Tensor] | None = None
+        self._whole: tuple[Tensor, Tensor] | None = None
+
+    def add(self, parcel: Parcel, brought: Sequence[Tensor]) -> None:
+        if self._whole is not None:
+            self._add_to(self._whole, parcel, brought, 0)
+            return
+        self._add_to(self.late, parcel, brought, self.split)
+        if any(r.start < self.split for share in parcel.shares for r in share.rows):
+            self._early = self._early or _gradients_of(self._k[:, : self.split])
+            self._add_to(self._early, parcel, brought, 0)
+
+    def _add_to(self, mine: Sequence[Tensor], parcel: Parcel, brought: Sequence[Tensor], first: int) -> None:
+        for x, flat in zip(mine, brought, strict=True):
+            add_parcel(x, flat, parcel, range(first, first + x.shape[1]))
+
+    def as_one(self) -> tuple[Tensor, Tensor]:
+        dk, dv = _gradients_of(self._k) if self.split else self.late
+        if self.split:
+            for whole, late in zip((dk, dv), self.late, strict=True):
+                whole[:, self.split :] = late
+            for whole, early in zip((dk, dv), self._early or (), strict=False):
+                whole[:, : self.split] = early
+        self.late, self._early, self._whole = (dk, dv), None, (dk, dv)
+        return dk, dv
+
+
+class Following:
+    """Gradients on their way: behind the visitor they belong to, to be added to and sent on, or home.
+
+    They travel while the rank computes its own part of them.
+    """
+
+    def __init__(self, itinerary: Itinerary, talk: Conversation, own: Own, k: Tensor) -> None:
+        self._itinerary, self._talk, self._own, self._k = itinerary, talk, own, k
+        self._under_way: UnderWay | None = None
+
+    def arrive(self, found: dict[int, Found]) -> None:
+        """Wait for what is under way, and add it to this step's part of the same visitor, or to one's own."""
+        if self._under_way is None:
+            return
+        self._under_way.wait()
+        for lane, parcel, loans in self._under_way.expected:
+            if lane == HOME:
+                self._own.add(parcel, [loan.flat for loan in loans])
+            else:
+                for mine, loan in zip((found[lane].dk, found[lane].dv), loans, strict=True):
+                    add_parcel(mine, loan.flat, parcel, found[lane].parcel.frame)
+            for loan in loans:
+                loan.done()
+        self._under_way = None
+
+    def leave(self, number: int, step: Step, found: dict[int, Found]) -> None:
+        if step.gradients is not None:
+            self._under_way = self._start(number, step.gradients, found)
+        for part in found.values():
+            for loan in part.loans:
+                loan.done()
+
+    def _start(self, number: int, post: Post[Parcel], found: dict[int, Found]) -> UnderWay:
+        sends: list[tuple[int, Tensor]] = []
+        sending: list[Loan] = []
+        for lane, parcel in post.sends:
+            part = found[lane]
+            sends += [(parcel.receiver, pack(x, parcel, part.parcel.frame)) for x in (part.dk, part.dv)]
+            sending += [loan.shared() for loan in part.loans]
+        expected = [(lane, parcel, self._room(parcel)) for lane, parcel in post.receives]
+        receives = [(parcel.sender, loan.flat) for _, parcel, room in expected for loan in room]
+        what = f"backward, gradients of step {number} of {len(self._itinerary) - 1}"
+        return UnderWay(self._talk.post(sends, receives, what=what), expected, sending)
+
+    def _room(self, parcel: Parcel) -> tuple[Loan, Loan]:
+        numbers, dtype = parcel.vectors * self._k.shape[3], accumulator_dtype(self._k.dtype)
+        return Loan(numbers, dtype, self._k.device), Loan(numbers, dtype, self._k.device)
+
+
+RELAY = Schedule(forward, backward)
