@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -189,6 +190,16 @@ def ring_with_a_victim(group: Any, victim: int, post: int, how: str, timeout: fl
     return around(transport, calls=calls, floats=3000, timeout=timeout, before_post=strike)
 
 
+def then_destroy_the_group(group: Any, *args: Any) -> Any:
+    """As tidy programs end, also after an error."""
+    import torch.distributed as dist
+
+    try:
+        return ring_with_a_victim(group, *args)
+    finally:
+        dist.destroy_process_group()
+
+
 def strike_oneself(how: str) -> None:
     if how == "raise":
         raise MemoryError("no room left")
@@ -205,6 +216,26 @@ def disagree(group: Any, good: int, odd: list[int], field: str, ours: Any, their
     is_odd = transport.rank in odd
     terms = {field: theirs if is_odd else ours, "shape": (1, 2)}
     return around(transport, floats=9 if is_odd else 13, terms=terms, timeout=timeout)
+
+
+def posts_when_ranks_disagree(group: Any, good: int) -> int:
+    """How many messages but greetings a rank posts in a call that the ranks disagree on."""
+    from longring.transport import agreement
+
+    transport = transport_for(group)
+    around(transport, calls=good, terms={"length": 13}, timeout=TIMEOUT)
+    honest, posted = transport._lines.post, []
+
+    def post(letters: Any) -> Any:
+        posted.extend(letter for letter in letters if letter.tag != agreement._TAG)
+        return honest(letters)
+
+    transport._lines.post = post
+    try:
+        around(transport, terms={"length": 13 + transport.rank}, timeout=TIMEOUT)
+    except TransportError:
+        return len(posted)
+    raise AssertionError("nobody noticed")
 
 
 def disagree_on_an_old_call(group: Any, odd: int, timeout: float) -> Any:
@@ -243,12 +274,12 @@ def one_makes_a_call_more(group: Any, busy: int, timeout: float) -> Any:
     return around(transport, timeout=timeout)
 
 
-def late_but_there(group: Any, late: int, seconds: float) -> Any:
+def late_but_there(group: Any, late: int, seconds: float, timeout: float = 10.0) -> Any:
     transport = transport_for(group)
     for _ in range(2):
         if transport.rank == late:
             time.sleep(seconds)
-        met = around(transport, timeout=10.0)
+        met = around(transport, timeout=timeout)
     return met
 
 
@@ -366,7 +397,7 @@ def keys_in_the_store(group: Any, calls: int) -> tuple[int, int] | None:
     import torch.distributed as dist
 
     transport, store = transport_for(group), dist.distributed_c10d._get_process_group_store(group)
-    transport._lookout._board.verdict()  # once it answers, this rank has its place there
+    transport._board.verdict()  # once it answers, this rank has its place there
     around(transport, calls=2, timeout=TIMEOUT)
     before = store.num_keys() if transport.rank == 0 else 0
     for call in range(calls):
@@ -386,3 +417,152 @@ def watch_messages_fail(group: Any, timeout: float) -> Any:
         time.sleep(timeout + 8)
         return None
     return around(transport, floats=10, timeout=timeout)
+
+
+class OnAnotherDevice:
+    """Stands in for a CUDA stream: says in what order it is asked."""
+
+    is_by_stream = True
+
+    def __init__(self) -> None:
+        self.order = ORDER
+
+    @contextmanager
+    def posting(self) -> Iterator[None]:
+        self.order.append("by stream")
+        yield
+
+    def mark_done(self) -> None:
+        self.order.append("posted")
+        print("posted")  # noqa: T201
+
+    def watch(self) -> None:
+        return None
+
+    def hand_over(self) -> None:
+        self.order.append("done")
+
+
+ORDER: list[str] = []
+
+
+def _without_tags(group: Any) -> Any:
+    from longring.transport import process_group
+
+    process_group.crossing = lambda tensors: OnAnotherDevice()
+    transport = transport_for(group)
+    transport._control = None
+    return transport
+
+
+def through_a_companion(group: Any, calls: int) -> tuple[list, list]:
+    return around(_without_tags(group), calls=calls, timeout=TIMEOUT), ORDER
+
+
+def disagree_through_a_companion(group: Any, odd: int) -> Any:
+    transport = _without_tags(group)
+    length = 14 if transport.rank == odd else 13
+    return around(transport, floats=length, terms={"length": length}, timeout=TIMEOUT)
+
+
+# -------------------------------------------------------------------------------------------------- real attention
+
+
+def attend(group: Any, *, timeout: float = TIMEOUT, **changes: Any) -> torch.Tensor:
+    """Forward and backward of one small call; `changes` say in what it differs from the usual one."""
+    import longring as lr
+
+    usual = {
+        "length": 13,
+        "layout": "contiguous",
+        "schedule": "ring",
+        "dtype": torch.float32,
+        "heads": 4,
+        "kv_heads": 2,
+    }
+    facts = usual | {"pattern": lr.Dense(causal=True)} | changes
+    length, heads, kv_heads = facts["length"], facts["heads"], facts["kv_heads"]
+    sharding = lr.Sharding(length, group=group, layout=facts["layout"])
+    seed = torch.Generator().manual_seed(length)
+    shapes = [(1, length, count, 8) for count in (heads, kv_heads, kv_heads)]
+    whole = [torch.randn(shape, generator=seed).to(facts["dtype"]) for shape in shapes]
+    q, k, v = (sharding.shard(x).detach().requires_grad_() for x in whole)
+    options = {"pattern": facts["pattern"], "schedule": facts["schedule"], "timeout": timeout}
+    out = lr.attention(q, k, v, sharding=sharding, **options)
+    out.sum().backward()
+    assert all(x.grad is not None and bool(x.grad.isfinite().all()) for x in (q, k, v))
+    return out.detach()
+
+
+def attention_with_a_victim(
+    group: Any, victim: int, post: int, how: str, timeout: float, calls: int, schedule: str, moment: str
+) -> str:
+    """`victim` is struck at its post of that number, before it or with the message under way."""
+    from longring.transport.process_group import Talk
+
+    transport, posts, honest = transport_for(group), iter(range(1, 10_000)), Talk.post
+
+    def strike(self: Talk, *args: Any, **words: Any) -> Any:
+        is_now = next(posts) == post
+        if is_now and moment == "before":
+            strike_oneself(how)
+        pending = honest(self, *args, **words)
+        if is_now:
+            strike_oneself(how)
+        return pending
+
+    if transport.rank == victim:
+        Talk.post = strike
+    for _ in range(calls):
+        attend(group, timeout=timeout, length=301, layout="zigzag", schedule=schedule)
+    return "all went well"
+
+
+def attention_that_differs(group: Any, good: int, odd: int, kind: str) -> Any:
+    """`good` usual calls, then one in which the odd rank differs."""
+    import longring as lr
+
+    transport = transport_for(group)
+    segments = [lr.Dilated([4, size], [1, 2], causal=True) for size in (8, 12)]
+    documents = [lr.Dense(causal=True, documents=[0, cut, 13]) for cut in (5, 6)]
+    changes: dict[str, tuple[dict, dict]] = {
+        "length": ({}, {"length": 14}),
+        "dtype": ({}, {"dtype": torch.float64}),
+        "heads": ({}, {"heads": 6}),
+        "kv heads": ({}, {"kv_heads": 4}),
+        "causal": ({}, {"pattern": lr.Dense(causal=False)}),
+        "segments": ({"pattern": segments[0]}, {"pattern": segments[1]}),
+        "documents": ({"pattern": documents[0]}, {"pattern": documents[1]}),
+        "schedule": ({}, {"schedule": "gather"}),
+        "version": ({}, {}),
+        "operation": ({}, {}),
+    }
+    usual, other = changes[kind]
+    for _ in range(good):
+        attend(group, **usual)
+    is_odd = transport.rank == odd
+    if is_odd and kind == "version":
+        lr.__version__ = "0.0.9"
+    if is_odd and kind == "operation":
+        sharding = lr.Sharding(13, group=group, layout="contiguous")
+        return sharding.unshard(torch.zeros(1, sharding.local_length, 2)).tolist()
+    return attend(group, **(other if is_odd else usual)).tolist()
+
+
+# ------------------------------------------------------------------------------------------------------- on one GPU
+
+
+def send_from_a_gpu(group: Any) -> None:
+    transport = transport_for(group)
+    talk = transport.converse({}, timeout=TIMEOUT)
+    talk.post([(1 - transport.rank, torch.zeros(3, device="cuda:0"))], [], what="from a GPU")
+
+
+def nccl_alone(group: Any) -> tuple[float, list, str]:
+    import torch.distributed as dist
+
+    torch.cuda.set_device(0)
+    transport = transport_for(dist.new_group([0], backend="nccl"))
+    met = around(transport, calls=2, timeout=TIMEOUT)
+    transport._close()
+    return transport._patience, met, dist.get_backend(transport._companion)

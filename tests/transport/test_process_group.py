@@ -147,6 +147,11 @@ def test_ranks_that_disagree_raise_the_same_at_once(size, odd, who, good):
     assert time.monotonic() - began < 12.0
 
 
+def test_a_new_call_posts_nothing_until_all_have_confirmed_it():
+    assert results(3, "programs:posts_when_ranks_disagree", 0) == [0, 0, 0]
+    assert results(3, "programs:posts_when_ranks_disagree", 2) == [2, 0, 0]  # rank 0 makes the call all know
+
+
 def test_a_rank_that_repeats_an_old_call_while_others_make_a_new_one():
     message = disagreement(World(3, "programs:disagree_on_an_old_call", (1, 60.0)).run())
     assert "length is 13 on rank 1, and 14 on ranks 0, 2" in message
@@ -226,3 +231,25 @@ def test_ranks_that_wait_for_each_other_are_told_so():
         assert "ranks wait for each other (" in outcome.text
         assert outcome.phase_and_step == "a circle"
         assert outcome.status == 0
+
+
+def test_an_answer_that_comes_while_the_blame_is_sought_is_taken():
+    assert results(2, "programs:late_but_there", 1, 2.5, 2.0) == [[[1.0]], [[0.0]]]
+
+
+# --------------------------------------------------------------------------------- a backend without tags, as NCCL is
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_group_without_gloo_greets_through_a_companion_and_posts_when_all_agree(size):
+    around = [[[float((rank - step) % size)] for step in range(1, size)] for rank in range(size)]
+    for rank, (met, order) in enumerate(results(size, "programs:through_a_companion", 3)):
+        assert met == around[rank] * 3
+        assert order == ["by stream", "posted", "done"] * (3 * (size - 1))
+
+
+def test_such_a_group_disagrees_before_anything_is_posted():
+    for outcome in World(3, "programs:disagree_through_a_companion", (1,), ends="at once").run():
+        assert outcome.error == "Disagreement"
+        assert outcome.text.endswith("length is 14 on rank 1, and 13 on ranks 0, 2; all ranks must make the same call")
+        assert "posted" not in outcome.printed

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .board import Board
 from .carriers import Errand
 from .contract import Terms
 from .lines import Letter, Lines, tag_of
@@ -48,12 +49,12 @@ _stamps: OrderedDict[int, tuple[object, bytes, str]] = OrderedDict()  # by ident
 
 def _stamp(value: object) -> tuple[bytes, str]:
     """Digest and words of a term. Layouts have thousands of ranges, and the same ones come in every call."""
-    if isinstance(value, (str, int, float, bool, torch.dtype, type(None))):
-        return _stamped(value)
+    if isinstance(value, (str, int, float, bool, torch.dtype, type(None), list, dict, set)):
+        return _stamped(value)  # cheap, or free to change under the same identity
     known = _stamps.get(id(value))
     if known is None or known[0] is not value:
         known = _stamps[id(value)] = (value, *_stamped(value))
-        while len(_stamps) > 256:
+        while len(_stamps) > 64:
             _stamps.popitem(last=False)
     return known[1:]
 
@@ -68,12 +69,9 @@ def _stamped(value: object) -> tuple[bytes, str]:
 class Agreement:
     """One conversation's greetings."""
 
-    def __init__(
-        self, lines: Lines, rank: int, size: int, conversation: int, signature: Signature, host: int | None
-    ) -> None:
-        self._lines, self._rank, self._size = lines, rank, size
+    def __init__(self, lines: Lines, board: Board, conversation: int, signature: Signature) -> None:
+        self._lines, self._board, self._rank, self._size = lines, board, board.rank, board.size
         self._conversation, self._signature = conversation, signature
-        self.host = host  # who hosts the store, as far as heard
 
     def reach(self, errand: Errand[None]) -> None:
         """In a carrier: return once every rank is known to agree; raise Differs as soon as one is known not to."""
@@ -94,14 +92,14 @@ class Agreement:
         return Letter(sent, (self._rank + hop) % self._size, greeting, _TAG)
 
     def _greeting(self, *, alarm: bool) -> Tensor:
-        host = -1 if self.host is None else self.host
+        host = -1 if self._board.host is None else self._board.host
         packed = _GREETING.pack(self._signature.fingerprint, self._conversation, host, alarm)
         return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
     def _agrees(self, answer: Tensor) -> bool:
         fingerprint, conversation, host, alarm = _GREETING.unpack(bytes(answer.tolist()))
         if host >= 0:
-            self.host = host
+            self._board.host = host
         return not alarm and (fingerprint, conversation) == (self._signature.fingerprint, self._conversation)
 
 

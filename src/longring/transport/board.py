@@ -55,7 +55,7 @@ class Board:
         # a connection of its own is not held up by others' waits, but a slow name server may hold up its opening
         self._own = send_carrier(lambda _: dist.PrefixStore(f"{place}/life {life.join()}", _reconnected(shared)))
         self._asked: Errand[Any] | None = None
-        self.hosts_store = _is_hosted_here(shared)
+        self.host = rank if _is_hosted_here(shared) else None  # of the store, as far as this rank has heard
 
     def verdict(self) -> Verdict | None:
         return self._ask(_read_verdict)

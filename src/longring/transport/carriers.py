@@ -6,8 +6,10 @@ waits, and the caller waits for the carrier, in slices. Carriers are daemons: a 
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -23,7 +25,7 @@ class Errand(Generic[T]):
         self._over = threading.Event()
         self._result: T | None = None
         self.error: Exception | None = None
-        self.waits_for: int | None = None  # the rank whose answer the carrier waits for now
+        self.waits_for: int | None = None  # the rank whose answer the carrier waits for, or waited for last
 
     def is_over(self, within: float = 0.0) -> bool:
         return self._over.is_set() or (within > 0 and self._over.wait(within))
@@ -53,7 +55,10 @@ class _Carrier(threading.Thread):
 
     def run(self) -> None:
         while True:
-            self.inbox.get().run(self.rest)
+            errand = self.inbox.get()
+            errand.run(self.rest)
+            _under_way.discard(errand)
+            del errand  # or it would be held until the next one
 
     def rest(self) -> None:
         """Free again before the caller hears of it, whose next errand then needs no new thread."""
@@ -61,12 +66,13 @@ class _Carrier(threading.Thread):
 
 
 _idle: list[_Carrier] = []
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_idle.clear)  # a child has none of its parent's threads
+_under_way: set[Errand[Any]] = set()
+_LAST_CALL = 2.0  # seconds that the end of the process waits for carriers
 
 
 def send_carrier(work: Callable[[Errand[T]], T]) -> Errand[T]:
     errand = Errand(work)
+    _under_way.add(errand)
     try:
         carrier = _idle.pop()
     except IndexError:
@@ -76,9 +82,27 @@ def send_carrier(work: Callable[[Errand[T]], T]) -> Errand[T]:
     return errand
 
 
-def failed(error: Exception) -> Errand[Any]:
+def failed(error: Exception, waits_for: int) -> Errand[Any]:
     """An errand that failed before a carrier was needed."""
     errand: Errand[Any] = Errand(lambda _: None)
     errand.run(lambda: None)
-    errand.error = error
+    errand.error, errand.waits_for = error, waits_for
     return errand
+
+
+@atexit.register
+def _bring_home() -> None:
+    """Python ends a thread that comes back from torch while the interpreter shuts down, and C++ aborts at that."""
+    end = time.monotonic() + _LAST_CALL
+    for errand in list(_under_way):
+        errand.is_over(within=end - time.monotonic())
+
+
+def _forget() -> None:
+    """A child has none of its parent's threads."""
+    _idle.clear()
+    _under_way.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

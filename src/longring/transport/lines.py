@@ -52,7 +52,7 @@ class Lines:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
-        self._is_gloo = backend_for(group, torch.device("cpu")) == "gloo"
+        self._has_devices = any(device.type != "cpu" for device in group._device_types)
         self._lock = threading.Lock()
         self._waited: set[Any] = set()
         self._closed = False
@@ -65,8 +65,8 @@ class Lines:
         return group
 
     def post(self, letters: Sequence[Letter]) -> list[Posted]:
-        """Start all of them: NCCL's in one batch, which it needs to, others one by one, so that who failed is known."""
-        if self._is_gloo:
+        """Start all of them: on a GPU in one batch, as NCCL needs it; else one by one, so that who failed is known."""
+        if letters and letters[0].tensor.device.type == "cpu":
             return [posted for letter in letters for posted in self._post_batch([letter])]
         return self._post_batch(letters)
 
@@ -80,31 +80,35 @@ class Lines:
 
     def wait(self, posted: Sequence[Posted], errand: Errand[Any]) -> None:
         """Wait in a carrier for one after the other. Raises LineBroken with the peer whose line broke."""
-        for peer, work, _ in posted:
+        for peer, work, tensors in posted:
             errand.waits_for = peer
-            with self._lock:
-                self._waited.add(work)
-                closed = self._closed
             try:
-                work.wait(_AT_ONCE if closed else _LONG)
+                if tensors[0].device.type == "cpu":
+                    self._wait_on_host(work)
+                else:
+                    work.wait()  # makes the stream wait; with a bound it would hold up the host
             except RuntimeError as error:
                 raise LineBroken(peer, _in_short(error)) from None
-            finally:
-                with self._lock:
-                    self._waited.discard(work)
-        errand.waits_for = None
+
+    def _wait_on_host(self, work: Any) -> None:
+        with self._lock:
+            self._waited.add(work)
+            closed = self._closed
+        try:
+            work.wait(_AT_ONCE if closed else _LONG)
+        finally:
+            with self._lock:
+                self._waited.discard(work)
 
     def close(self) -> None:
         """Free every carrier that waits, for good: nothing can be sent or received afterwards."""
         with self._lock:
             self._closed = True
-            waited = list(self._waited)
-            group = self._group()
-        if not self._is_gloo and group is not None:
-            send_carrier(lambda _: group.abort())  # a lost peer leaves kernels that never end
-            return
+            waited, group = list(self._waited), self._group()
         for work in waited:
             send_carrier(lambda _, work=work: work.wait(_AT_ONCE)).is_over(within=0.5)
+        if self._has_devices and group is not None:
+            send_carrier(lambda _: group.abort())  # a lost peer leaves kernels that would never end
 
 
 def tag_of(*facts: object) -> int:

@@ -28,7 +28,6 @@ class Lookout:
         self._beat = min(4.0, max(1.0, self._size / 256))
         self._beats = 0
         self._verdict: Verdict | None = None
-        self.host = self._rank if board.hosts_store else None  # of the store, as far as known
 
     def check(self) -> None:
         """Raise at once where the group is known to be broken."""
@@ -45,13 +44,12 @@ class Lookout:
         wait = _Wait(errand, what, conversation, signature, began)
         pause = min(_FIRST_LOOK, timeout)
         while not errand.is_over(within=pause):
-            verdict = self._look(wait)
-            left = began + timeout - time.monotonic()
-            if verdict is None and left <= 0 and not errand.is_over():
+            verdict, left = self._look(wait), began + timeout - time.monotonic()
+            if verdict is None and left <= 0:
                 verdict = self._verdict_on_silence(wait)
             if verdict is not None:
                 self._give_up(verdict, wait)
-            pause = max(0.0, min(self._beat, left))
+            pause = max(0.01, min(self._beat, left))
         if errand.error is not None:
             self._explain(errand.error, wait)
 
@@ -88,15 +86,15 @@ class Lookout:
         text = f"rank {broken.peer} is lost: {broken}"
         return self._pronounced(Verdict("lost", broken.peer, text))
 
-    def _verdict_on_silence(self, wait: _Wait) -> Verdict:
-        """Follow who waits for whom, to a rank that gives no sign of life."""
+    def _verdict_on_silence(self, wait: _Wait) -> Verdict | None:
+        """Follow who waits for whom, to a rank that gives no sign of life. None if the answer came after all."""
         first = wait.errand.waits_for
         if first is None:
-            return self._pronounced(Verdict("lost", None, "no rank is known to be waited for"))
+            return None if wait.errand.is_over(within=1.0) else self._pronounced(Verdict("lost", None, "no answer"))
         try:
             before = self._notes_near(first)
             verdict = self._watch(wait, 1.5 * self._beat)
-            if verdict is not None:
+            if verdict is not None or wait.errand.is_over():
                 return verdict
             path, suspect = self._follow(first, before, self._notes_near(first))
         except BoardSilent:
@@ -114,12 +112,10 @@ class Lookout:
     def _watch(self, wait: _Wait, seconds: float) -> Verdict | None:
         """Keep beating for a while, since others may be asking the same question about this rank."""
         end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        verdict = self._board.leave(self._note(wait))
+        while verdict is None and (left := end - time.monotonic()) > 0 and not wait.errand.is_over(min(0.5, left)):
             verdict = self._board.leave(self._note(wait))
-            if verdict is not None:
-                return verdict
-            time.sleep(min(0.5, max(0.0, end - time.monotonic())))
-        return None
+        return verdict
 
     def _follow(self, first: int, before: dict[int, Note], after: dict[int, Note]) -> tuple[list[int], int | None]:
         path, at = [self._rank], first
@@ -178,9 +174,10 @@ class Lookout:
 
     def _verdict_without_board(self, verdict: Verdict) -> Verdict:
         """The store went with its host: that is the first rank to suspect, whoever else left because of it."""
-        if verdict.kind != "lost" or self.host in (None, self._rank):
+        if verdict.kind != "lost" or self._board.host in (None, self._rank):
             return verdict
-        return Verdict("lost", self.host, f"rank {self.host} is lost: the group's store, which it hosts, is silent")
+        host = self._board.host
+        return Verdict("lost", host, f"rank {host} is lost: the group's store, which it hosts, is silent")
 
     def _adopt(self, verdict: Verdict) -> None:
         self._verdict = verdict
@@ -193,7 +190,7 @@ class Lookout:
         try:
             signed = self._board.sign()
             end = time.monotonic() + _GRACE
-            while self.host == self._rank and signed < expected and time.monotonic() < end:
+            while self._board.host == self._rank and signed < expected and time.monotonic() < end:
                 time.sleep(0.02)
                 signed = self._board.signatures()
         except BoardSilent:

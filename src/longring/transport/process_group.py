@@ -40,7 +40,8 @@ class ProcessGroupTransport:
         self._control: Lines | None = self._lines if backend_for(group, _CPU) == "gloo" else None
         self._patience = _own_timeout(group)
         self._record = FlightRecord(self._rank)
-        self._lookout = Lookout(Board(group, self._node_ranks), self._record, self._close)
+        self._board = Board(group, self._node_ranks)
+        self._lookout = Lookout(self._board, self._record, self._close)
         self._conversations = 0
         self._agreed: set[bytes] = set()  # fingerprints of calls that all ranks have made before
         self._last_posted = threading.Event()
@@ -114,12 +115,11 @@ class Talk:
         self._is_watched = timeout is not None
         self._timeout = transport._patience if timeout is None else timeout
         self._counts: dict[tuple[bool, int], int] = defaultdict(int)
-        self._what = "before the first step"
+        self._what = f"{signature.words.get('call', 'a call')}, before the first step"
         self._all_agree = False
         transport._record.note("call", number=number, terms=signature.words)
-        lines, host = transport._control_lines(self._timeout), transport._lookout.host
-        self._agreement = Agreement(lines, transport.rank, transport.size, self._number, self._signature, host)
-        self._greeting = send_carrier(self._agreement.reach)
+        lines = transport._control_lines(self._timeout)
+        self._greeting = send_carrier(Agreement(lines, transport._board, number, signature).reach)
 
     def post(self, sends: Sends, receives: Receives, *, what: str) -> InFlight:
         transport = self._transport
@@ -154,7 +154,6 @@ class Talk:
             return
         self._until(self._greeting, what)
         transport = self._transport
-        transport._lookout.host = self._agreement.host
         if len(transport._agreed) > 10_000:  # documents that change with every call must not pile up
             transport._agreed.clear()
         transport._agreed.add(self._signature.fingerprint)
@@ -190,7 +189,7 @@ class InFlight:
         try:
             posted = self._talk._transport._lines.post(self._letters)
         except LineBroken as broken:
-            return failed(broken)
+            return failed(broken, broken.peer)
         finally:
             self._posted.set()
         return send_carrier(lambda errand: self._finish(posted, errand))
