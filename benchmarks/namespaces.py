@@ -90,8 +90,8 @@ def _make_switch(switch: str) -> None:
 def _plug_in(machine: Machine, rate: str | None) -> None:
     here, switch = ("ip", "-n", machine.namespace), ("ip", "-n", machine.switch)
     _run("ip", "netns", "add", machine.namespace)
-    peer = ("type", "veth", "peer", "name", machine.port, "netns", machine.switch)
-    _run("ip", "link", "add", LINK, "netns", machine.namespace, *peer)
+    peer = ("type", "veth", "peer", "name", machine.port, "mtu", "9000", "netns", machine.switch)
+    _run("ip", "link", "add", LINK, "mtu", "9000", "netns", machine.namespace, *peer)
     _run(*switch, "link", "set", machine.port, "master", "bridge", "up")
     _run(*here, "address", "add", f"{machine.address}/24", "dev", LINK)
     # A link that takes 64 KB at once is not the slow link it is shaped to be.
