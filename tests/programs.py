@@ -190,6 +190,18 @@ def ring_with_a_victim(group: Any, victim: int, post: int, how: str, timeout: fl
     return around(transport, calls=calls, floats=3000, timeout=timeout, before_post=strike)
 
 
+def carriers_left(group: Any, *args: Any) -> int:
+    """How many carriers are still under way half a second after the loss."""
+    from longring.transport import carriers
+
+    try:
+        ring_with_a_victim(group, *args)
+    except TransportError:
+        time.sleep(0.5)
+        return len([errand for errand in carriers._under_way if not errand.is_over()])
+    raise AssertionError("nobody noticed")
+
+
 def then_destroy_the_group(group: Any, *args: Any) -> Any:
     """As tidy programs end, also after an error."""
     import torch.distributed as dist
@@ -244,6 +256,13 @@ def disagree_on_an_old_call(group: Any, odd: int, timeout: float) -> Any:
     around(transport, calls=3, floats=13, terms={"length": 13}, timeout=timeout)
     length = 13 if transport.rank == odd else 14
     return around(transport, floats=length, terms={"length": length}, timeout=timeout)
+
+
+def another_machine(group: Any, odd: int, timeout: float) -> Any:
+    import torch.distributed as dist
+
+    os.environ["LOCAL_WORLD_SIZE"] = "2" if dist.get_rank() == odd else "4"
+    return around(transport_for(group), timeout=timeout)
 
 
 def another_version(group: Any, odd: int, timeout: float) -> Any:
@@ -360,7 +379,7 @@ def group_is_let_go(group: Any) -> bool:
 
 
 def groups_in_turn(group: Any, lives: int) -> list:
-    """A world that ends and begins again over the same store, as notebooks do, with an error in each life."""
+    """A world that ends and begins again over the same store, with an error in each life."""
     import torch.distributed as dist
 
     store = dist.distributed_c10d._get_process_group_store(group)
@@ -397,7 +416,6 @@ def keys_in_the_store(group: Any, calls: int) -> tuple[int, int] | None:
     import torch.distributed as dist
 
     transport, store = transport_for(group), dist.distributed_c10d._get_process_group_store(group)
-    transport._board.verdict()  # once it answers, this rank has its place there
     around(transport, calls=2, timeout=TIMEOUT)
     before = store.num_keys() if transport.rank == 0 else 0
     for call in range(calls):
@@ -457,6 +475,22 @@ def _without_tags(group: Any) -> Any:
 
 def through_a_companion(group: Any, calls: int) -> tuple[list, list]:
     return around(_without_tags(group), calls=calls, timeout=TIMEOUT), ORDER
+
+
+def posts_in_order(group: Any) -> tuple[int, float]:
+    """How many were posted before what comes before them was, and what arrived in the end."""
+    import threading
+
+    transport, before, buffer = _without_tags(group), threading.Event(), number(-1)
+    transport._last_posted = before
+    with transport.converse({}, timeout=TIMEOUT) as talk:
+        pending = talk.post([(1 - transport.rank, number(7))], [(1 - transport.rank, buffer)], what="second")
+        talk._greeting.join()
+        time.sleep(0.3)
+        early = len(ORDER)
+        before.set()
+        pending.wait()
+    return early, buffer.item()
 
 
 def disagree_through_a_companion(group: Any, odd: int) -> Any:

@@ -63,6 +63,12 @@ def test_survivors_can_destroy_the_group(how):
     assert named == [1, 1]
 
 
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_nothing_waits_on_after_a_loss(how):
+    outcomes = World(4, "programs:carriers_left", (2, 4, how, 1.0, 4), ends="at once").run()
+    assert [outcomes[rank].value for rank in (0, 1, 3)] == [0, 0, 0]
+
+
 SCHEDULES = ["ring", "exchange", "gather"]
 
 

@@ -162,6 +162,11 @@ def test_another_version_of_the_library_is_a_disagreement():
     assert re.search(r"longring's version is '0.0.9' on rank 2, and '.*' on ranks 0, 1;", message)
 
 
+def test_ranks_that_see_other_machines_disagree():
+    message = disagreement(World(4, "programs:another_machine", (3, 60.0), ends="at once").run())
+    assert message.startswith("ranks disagree: ranks of a node is 2 on rank 3, and 4 on ranks 0, 1, 2; all ranks must")
+
+
 def test_a_broken_group_says_so_ever_after():
     for said in results(2, "programs:broken_group_stays_broken"):
         assert said[0].startswith("ranks disagree: length is 14 on rank 1, and 13 on rank 0")
@@ -246,6 +251,10 @@ def test_a_group_without_gloo_greets_through_a_companion_and_posts_when_all_agre
     for rank, (met, order) in enumerate(results(size, "programs:through_a_companion", 3)):
         assert met == around[rank] * 3
         assert order == ["by stream", "posted", "done"] * (3 * (size - 1))
+
+
+def test_such_a_group_posts_in_the_order_of_the_caller():
+    assert results(2, "programs:posts_in_order") == [(0, 7.0)] * 2
 
 
 def test_such_a_group_disagrees_before_anything_is_posted():

@@ -45,17 +45,15 @@ class Note(NamedTuple):
 class Board:
     """One rank's hand on the board."""
 
-    def __init__(self, group: dist.ProcessGroup, node_ranks: int) -> None:
-        self.rank, self.size = rank, _ = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         shared = dist.distributed_c10d._get_process_group_store(group)
-        place = f"longring/{group.group_name}/{node_ranks}"
-        # groups may follow each other in one store, so each life there has its number
-        life = send_carrier(lambda _: dist.PrefixStore(place, shared).add(f"lives/{rank}", 1))
-        self._shared = send_carrier(lambda _: dist.PrefixStore(f"{place}/life {life.join()}", shared))
+        place = f"longring/{group.group_name}"
+        self._shared = dist.PrefixStore(place, shared)
         # a connection of its own is not held up by others' waits, but a slow name server may hold up its opening
-        self._own = send_carrier(lambda _: dist.PrefixStore(f"{place}/life {life.join()}", _reconnected(shared)))
+        self._own = send_carrier(lambda _: dist.PrefixStore(place, _reconnected(shared)))
         self._asked: Errand[Any] | None = None
-        self.host = rank if _is_hosted_here(shared) else None  # of the store, as far as this rank has heard
+        self.host = self.rank if _is_hosted_here(shared) else None  # of the store, as far as this rank has heard
 
     def verdict(self) -> Verdict | None:
         return self._ask(_read_verdict)
@@ -90,8 +88,8 @@ class Board:
     def _ask(self, question: Callable[[dist.Store], T]) -> T:
         if self._asked is not None and not self._asked.is_over():
             raise BoardSilent("the store still owes an answer")
-        store = self._own if self._own.is_over() and self._own.error is None else self._shared
-        self._asked = errand = send_carrier(lambda _: question(store.join()))
+        store = self._own.join() if self._own.is_over() and self._own.error is None else self._shared
+        self._asked = errand = send_carrier(lambda _: question(store))
         if not errand.is_over(within=PATIENCE):
             raise BoardSilent(f"the store did not answer within {PATIENCE:g} s")
         if errand.error is not None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
+
+from ..errors import ArgumentError
 
 Terms = Mapping[str, object]
 Sends = Sequence[tuple[int, Tensor]]  # (to, tensor)
@@ -57,3 +60,12 @@ class Transport(Protocol):
         what arrives: TransportError, naming who differs and in what. `timeout` bounds every wait, in seconds.
         """
         ...
+
+
+def check_timeout(timeout: float | None) -> float | None:
+    if timeout is None:
+        return None
+    is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if not is_number or not 0 < timeout < math.inf:
+        raise ArgumentError(f"timeout must be a positive number of seconds, or None; got {timeout!r}")
+    return timeout

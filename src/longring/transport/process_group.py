@@ -40,7 +40,7 @@ class ProcessGroupTransport:
         self._control: Lines | None = self._lines if backend_for(group, _CPU) == "gloo" else None
         self._patience = _own_timeout(group)
         self._record = FlightRecord(self._rank)
-        self._board = Board(group, self._node_ranks)
+        self._board = Board(group)
         self._lookout = Lookout(self._board, self._record, self._close)
         self._conversations = 0
         self._agreed: set[bytes] = set()  # fingerprints of calls that all ranks have made before
