@@ -382,9 +382,3 @@ def test_the_world_is_the_one_that_torch_knows(monkeypatch):
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
     with pytest.raises(lr.ScheduleRefusal, match="world of 4 ranks"):
         lr.ring_attention(*tensors())
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
-def test_process_groups_are_known_and_not_built():
-    with pytest.raises(lr.NotBuilt, match=r"group is a ProcessGroup, .* not built yet"):
-        lr.Sharding(8, torch.distributed.ProcessGroup(0, 1))

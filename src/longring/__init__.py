@@ -4,10 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .errors import ArgumentError as ArgumentError
+    from .errors import Disagreement as Disagreement
     from .errors import KernelRefusal as KernelRefusal
     from .errors import LayoutError as LayoutError
     from .errors import LongringError as LongringError
     from .errors import NotBuilt as NotBuilt
+    from .errors import NotFinite as NotFinite
     from .errors import PatternError as PatternError
     from .errors import PeerLost as PeerLost
     from .errors import RankFailed as RankFailed
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from .geometry.patterns import Dense as Dense
     from .geometry.patterns import Dilated as Dilated
     from .launching import launch as launch
+    from .schedules.buffers import release_buffers as release_buffers
     from .sharding import Sharding as Sharding
     from .simulation import simulate as simulate
 
@@ -30,6 +33,8 @@ _HOMES = {
     "ArgumentError": "errors",
     "Dense": "geometry.patterns",
     "Dilated": "geometry.patterns",
+    "Disagreement": "errors",
+    "NotFinite": "errors",
     "KernelRefusal": "errors",
     "LayoutError": "errors",
     "LongringError": "errors",
@@ -45,6 +50,7 @@ _HOMES = {
     "dilated_attention": "functional",
     "explain": "functional",
     "launch": "launching",
+    "release_buffers": "schedules.buffers",
     "ring_attention": "functional",
     "simulate": "simulation",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -69,37 +69,46 @@ def _full_precision(q: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else nullcontext()
 
 
+class Others(NamedTuple):
+    """The ranks that hold the other rows, and how long to wait for them."""
+
+    transport: Transport
+    shards: tuple[Shard, ...]
+    timeout: float | None
+
+
 class TakeShard(torch.autograd.Function):
     """A rank's rows of a tensor that every rank has; its backward gathers, so that every rank has the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, transport: Transport | None, shards: tuple[Shard, ...], rank: int) -> Tensor:
-        ctx.transport, ctx.shards = transport, shards
-        return take_rows(x, shards[rank])
+    def forward(ctx: Any, x: Tensor, others: Others | None, shard: Shard) -> Tensor:
+        ctx.others = others
+        return take_rows(x, shard)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _whole(gradient, ctx.transport, ctx.shards, "gradient of shard"), None, None, None
+        return _whole(gradient, ctx.others, "gradient of shard"), None, None
 
 
 class GatherShards(torch.autograd.Function):
     """The whole tensor from every rank's rows; its backward takes the rank's own part."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, transport: Transport | None, shards: tuple[Shard, ...], rank: int) -> Tensor:
-        ctx.shard = shards[rank]
-        return _whole(x, transport, shards, "unshard")
+    def forward(ctx: Any, x: Tensor, others: Others | None, shard: Shard) -> Tensor:
+        ctx.shard = shard
+        return _whole(x, others, "unshard")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return take_rows(gradient, ctx.shard), None, None, None
+        return take_rows(gradient, ctx.shard), None, None
 
 
-def _whole(x: Tensor, transport: Transport | None, shards: tuple[Shard, ...], what: str) -> Tensor:
-    if transport is None:
+def _whole(x: Tensor, others: Others | None, what: str) -> Tensor:
+    if others is None:
         return x.clone()
-    terms = {"call": what, "dtype": x.dtype, "shape": [*x.shape[:1], *x.shape[2:]], "how tokens are dealt": shards}
-    with transport.converse(terms) as talk:
-        return collect(transport, talk, [x], shards, what=what)[0]
+    shape = [*x.shape[:1], *x.shape[2:]]
+    terms = {"call": what, "dtype": x.dtype, "shape of a token": shape, "how tokens are dealt": others.shards}
+    with others.transport.converse(terms, timeout=others.timeout) as talk:
+        return collect(others.transport, talk, [x], others.shards, what=what)[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import warnings
 from dataclasses import dataclass
@@ -14,7 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .errors import ArgumentError, LayoutError, NotBuilt, PatternError, RowsLeftOut, ScheduleRefusal, naming_rank
+from .errors import (
+    ArgumentError,
+    LayoutError,
+    NotBuilt,
+    PatternError,
+    RowsLeftOut,
+    ScheduleRefusal,
+    naming_rank,
+)
 from .geometry.patterns import Dilated, Pattern, Problem
 from .geometry.plans import plan
 from .geometry.task import Task
@@ -26,7 +33,7 @@ from .schedules.contract import Journey
 from .schedules.select import SCHEDULES, check_schedule
 from .sharding import Sharding
 from .transport.alone import Alone
-from .transport.contract import Transport
+from .transport.contract import Transport, check_timeout
 from .transport.select import transport_for, world_size
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -264,15 +271,6 @@ def check_scale(scale: float | None, q: Tensor) -> float:
     if not is_number or not abs(scale) <= torch.finfo(accumulator_dtype(q.dtype)).max:
         raise ArgumentError(f"scale must be a finite number, got {scale!r}")
     return float(scale)
-
-
-def check_timeout(timeout: float | None) -> float | None:
-    if timeout is None:
-        return None
-    is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-    if not is_number or not 0 < timeout < math.inf:
-        raise ArgumentError(f"timeout must be a positive number of seconds, or None; got {timeout!r}")
-    return timeout
 
 
 def refuse_unbuilt(function: str, given: dict[str, Any]) -> None:

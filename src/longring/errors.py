@@ -7,6 +7,7 @@ LongringError
 │   ├── KernelRefusal                    the kernel asked for by name cannot compute this exactly
 │   ├── ScheduleRefusal                  the schedule asked for by name cannot run here
 │   └── NotBuilt                         a known feature of attention that longring does not have yet
+├── NotFinite              (ArithmeticError) a tile gave nan or inf; looked for with LONGRING_DEBUG=1 alone
 └── TransportError         (RuntimeError) a tensor did not reach the rank it was sent to
     ├── PeerLost                         another rank failed, or stayed silent until the timeout
     ├── Disagreement                     the ranks did not make the same call
@@ -45,6 +46,10 @@ class ScheduleRefusal(ArgumentError):
 
 class NotBuilt(ArgumentError):
     """A known feature of attention that longring does not have yet: refused, never ignored."""
+
+
+class NotFinite(LongringError, ArithmeticError):
+    """A tile gave nan or inf. Looked for with LONGRING_DEBUG=1 alone, since looking costs as much as computing."""
 
 
 class TransportError(LongringError, RuntimeError):

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .autograd import GatherShards, TakeShard
+from .autograd import GatherShards, Others, TakeShard
 from .errors import ArgumentError, LayoutError, PatternError, naming_rank
 from .geometry.layouts import LAYOUTS, Layout, Shard, deal, from_ranges
 from .geometry.patterns import Pattern, clean_documents
 from .plan.choose import choose_layout
-from .transport.contract import Transport
+from .transport.contract import Transport, check_timeout
 from .transport.select import transport_for
 
 
@@ -100,20 +100,26 @@ class Sharding:
         held = [torch.arange(r.start, r.stop, r.step) for r in self.shards[self.rank]]
         return torch.cat(held) if held else torch.empty(0, dtype=torch.int64)
 
-    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's part of a tensor that every rank has whole. Backward: every rank has the whole gradient."""
+    def shard(self, x: Tensor, dim: int = 1, *, timeout: float | None = None) -> Tensor:
+        """This rank's part of a tensor that every rank has whole. Backward: every rank has the whole gradient.
+
+        That backward waits for the other ranks; `timeout` bounds it, in seconds.
+        """
         self._check(x, dim, self.length, "whole")
-        return self._along(dim, TakeShard, x)
+        return self._along(dim, TakeShard, x, timeout)
 
-    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The whole tensor, on every rank, from every rank's part. Backward: this rank's part of the gradient."""
+    def unshard(self, x: Tensor, dim: int = 1, *, timeout: float | None = None) -> Tensor:
+        """The whole tensor, on every rank, from every rank's part. Backward: this rank's part of the gradient.
+
+        `timeout` bounds the wait for the other ranks, in seconds.
+        """
         self._check(x, dim, self.local_length, "this rank's part")
-        return self._along(dim, GatherShards, x)
+        return self._along(dim, GatherShards, x, timeout)
 
-    def _along(self, dim: int, function: Any, x: Tensor) -> Tensor:
+    def _along(self, dim: int, function: Any, x: Tensor, timeout: float | None) -> Tensor:
+        others = None if self.ranks == 1 else Others(self.transport, self.shards, check_timeout(timeout))
         rows = x.movedim(dim, 0).unsqueeze(0)
-        alone = None if self.ranks == 1 else self.transport
-        return function.apply(rows, alone, self.shards, self.rank).squeeze(0).movedim(0, dim).contiguous()
+        return function.apply(rows, others, self.shards[self.rank]).squeeze(0).movedim(0, dim).contiguous()
 
     def _check(self, x: Tensor, dim: int, want: int, what: str) -> None:
         if not isinstance(x, Tensor) or type(dim) is not int or not -x.ndim <= dim < x.ndim:

@@ -86,7 +86,7 @@ class Lane:
 
     def tiles(self, owner: int, step: int) -> tuple[Tile, ...]:
         """What the host computes, in columns of the owner's rows."""
-        tiles = at_rank(runs_over_sources(self.task, self.route.host(owner, step)), owner)
+        tiles = _tiles_between(self.task, self.route.host(owner, step), owner)
         first = self.first_row(owner)
         return tuple(tile.shifted(first) for tile in tiles) if first else tiles
 
@@ -165,6 +165,14 @@ class Lane:
     def _parcel(self, sender: int, receiver: int, owner: int, shares: tuple[Share, ...], kind: str) -> Parcel | None:
         stride, first = self.seats
         return Parcel(stride * sender + first, stride * receiver + first, owner, shares, kind) if shares else None
+
+
+@lru_cache(maxsize=8192)
+def _tiles_between(task: Task, target: int, source: int) -> tuple[Tile, ...]:
+    """Where limits alone decide, a few runs speak for thousands of ranks; elsewhere only this pair is cut."""
+    if task.pattern.only_limits is None:
+        return tiles_between(task, target, source)
+    return at_rank(runs_over_sources(task, target), source)
 
 
 # --------------------------------------------------------------------------------------------- itineraries

@@ -27,16 +27,16 @@ def forward(journey: Journey, q: Tensor, k: Tensor, v: Tensor) -> Partial:
     near = Desk(journey.kernel, journey.scale, q)
     with journey.converse("forward", q) as talk:
         if plan.far is None:
-            near.look(plan.near, k, v)
+            near.look(plan.near, k, v, f"{journey.name}, forward, own branches")
             return near.seen
         leaving = Leaving(plan, talk, "forward", [q], [k, v])
-        near.look(plan.near, k, v)
+        near.look(plan.near, k, v, f"{journey.name}, forward, own branches")
         (queries,), (their_k, their_v) = leaving.arrived()
         desks = [
             Desk(journey.kernel, journey.scale, x, _slice(desk.kv_heads, plan.kv_heads))
             for desk, x in zip(plan.desks, queries, strict=True)
         ]
-        go_forward(plan.between, talk, desks, their_k, their_v)
+        go_forward(plan.between, talk, journey.name, desks, their_k, their_v)
         far = _answers(plan, q)
         found = [_as(desk.seen, far) for desk in desks]
         come_back(plan, talk, "forward", far, [[part[i] for part in found] for i in range(2)], [], [])
@@ -53,10 +53,10 @@ def backward(journey: Journey, upstream: Upstream, q: Tensor, k: Tensor, v: Tens
     near = BackwardDesk(journey.kernel, journey.scale, q, upstream, own.dq)
     with journey.converse("backward", q) as talk:
         if plan.far is None:
-            near.look(plan.near, k, v, own.dk, own.dv)
+            near.look(plan.near, k, v, own.dk, own.dv, f"{journey.name}, backward, own branches")
             return own
         leaving = Leaving(plan, talk, "backward", [q, *_columns(upstream)], [k, v])
-        near.look(plan.near, k, v, own.dk, own.dv)
+        near.look(plan.near, k, v, own.dk, own.dv, f"{journey.name}, backward, own branches")
         queries, (their_k, their_v) = leaving.arrived()
         desks = [
             BackwardDesk(
@@ -69,7 +69,7 @@ def backward(journey: Journey, upstream: Upstream, q: Tensor, k: Tensor, v: Tens
             )
             for desk, *x in zip(plan.desks, *queries, strict=True)
         ]
-        their_gradients = go_backward(plan.between, talk, desks, their_k, their_v)
+        their_gradients = go_backward(plan.between, talk, journey.name, desks, their_k, their_v)
         far = torch.zeros(q.shape, dtype=q.dtype if plan.is_final else own.dq.dtype, device=q.device)
         found = [desk.dq.to(far.dtype) for desk in desks]
         come_back(plan, talk, "backward", [far], [found], [own.dk, own.dv], list(their_gradients))

@@ -26,6 +26,11 @@ class Journey:
     scale: float
     timeout: float | None
 
+    @property
+    def name(self) -> str:
+        """Which rank of which schedule this is."""
+        return f"rank {self.transport.rank} of {self.transport.size}, {self.schedule}"
+
     def converse(self, phase: str, q: Tensor) -> Conversation:
         return self.transport.converse(self.terms(phase, q), timeout=self.timeout)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from ..geometry.tiles import Tile
 from ..kernels.contract import Gradients, Kernel, Upstream
 from ..numerics.online_softmax import Partial, nothing_seen
+from .debug import check_found, check_gradients, is_debugging
 
 Tiles = tuple[Tile, ...]
 
@@ -23,11 +25,13 @@ class Desk:
     kv_heads: slice = field(default_factory=lambda: slice(None))
     total: Partial | None = None
 
-    def look(self, tiles: Tiles, k: Tensor, v: Tensor) -> None:
-        """Compute the tiles, and merge what they see."""
-        if tiles:
-            k, v = k[:, :, self.kv_heads], v[:, :, self.kv_heads]
-            self.total = self.kernel.forward(self.q, k, v, tiles, scale=self.scale, total=self.total)
+    def look(self, tiles: Tiles, k: Tensor, v: Tensor, what: str) -> None:
+        """Compute the tiles, and merge what they see. `what` says which step this is, should something be wrong."""
+        k, v = k[:, :, self.kv_heads], v[:, :, self.kv_heads]
+        for some in _at_once(tiles):
+            self.total = self.kernel.forward(self.q, k, v, some, scale=self.scale, total=self.total)
+            if is_debugging():
+                check_found(self.total, some[0], self.q, k, v, what)
 
     @property
     def seen(self) -> Partial:
@@ -45,9 +49,19 @@ class BackwardDesk:
     dq: Tensor
     kv_heads: slice = field(default_factory=lambda: slice(None))
 
-    def look(self, tiles: Tiles, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
+    def look(self, tiles: Tiles, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, what: str) -> None:
         """Add the tiles' gradients to dq, dk and dv."""
-        if tiles:
-            k, v, dk, dv = (x[:, :, self.kv_heads] for x in (k, v, dk, dv))
-            total = Gradients(self.dq, dk, dv)
-            self.kernel.backward(self.upstream, self.q, k, v, tiles, scale=self.scale, total=total)
+        k, v, dk, dv = (x[:, :, self.kv_heads] for x in (k, v, dk, dv))
+        total = Gradients(self.dq, dk, dv)
+        for some in _at_once(tiles):
+            self.kernel.backward(self.upstream, self.q, k, v, some, scale=self.scale, total=total)
+            if is_debugging():
+                check_gradients(total, some[0], self.upstream, self.q, k, v, what)
+
+
+def _at_once(tiles: Tiles) -> Iterator[Tiles]:
+    """All of them; one by one where each is looked at."""
+    if is_debugging():
+        yield from ((tile,) for tile in tiles)
+    elif tiles:
+        yield tiles

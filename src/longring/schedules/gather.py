@@ -11,28 +11,26 @@ from torch import Tensor
 from ..geometry.itinerary import Gathering, Post
 from ..geometry.layouts import Shard
 from ..kernels.contract import Gradients, Upstream, no_gradients
-from ..numerics.online_softmax import Partial, accumulator_dtype, nothing_seen
+from ..numerics.online_softmax import Partial, accumulator_dtype
 from ..transport.contract import Conversation, Pending, Transport
 from .contract import Journey, Schedule
+from .desk import BackwardDesk, Desk
 
 
 def forward(journey: Journey, q: Tensor, k: Tensor, v: Tensor) -> Partial:
     with journey.converse("forward", q) as talk:
         all_k, all_v = collect(journey.transport, talk, [k, v], journey.task.keys.shards, what="forward")
-    tiles = journey.plan.tiles
-    if not tiles:
-        return nothing_seen(q)
-    return journey.kernel.forward(q, all_k, all_v, tiles, scale=journey.scale)
+    desk = Desk(journey.kernel, journey.scale, q)
+    desk.look(journey.plan.tiles, all_k, all_v, f"{journey.name}, forward")
+    return desk.seen
 
 
 def backward(journey: Journey, upstream: Upstream, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
     with journey.converse("backward", q) as talk:
         all_k, all_v = collect(journey.transport, talk, [k, v], journey.task.keys.shards, what="backward")
-        tiles = journey.plan.tiles
-        if tiles:
-            found = journey.kernel.backward(upstream, q, all_k, all_v, tiles, scale=journey.scale)
-        else:
-            found = no_gradients(q, all_k)
+        found = no_gradients(q, all_k)
+        desk = BackwardDesk(journey.kernel, journey.scale, q, upstream, found.dq)
+        desk.look(journey.plan.tiles, all_k, all_v, found.dk, found.dv, f"{journey.name}, backward")
         return _scattered(journey, talk, found, k)
 
 

@@ -26,32 +26,35 @@ from .parcels import add_parcel, pack, unpack
 def forward(journey: Journey, q: Tensor, k: Tensor, v: Tensor) -> Partial:
     desk = Desk(journey.kernel, journey.scale, q)
     with journey.converse("forward", q) as talk:
-        go_forward(journey.plan, talk, [desk], k, v)
+        go_forward(journey.plan, talk, journey.name, [desk], k, v)
     return desk.seen
 
 
 def backward(journey: Journey, upstream: Upstream, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
     desk = BackwardDesk(journey.kernel, journey.scale, q, upstream, no_gradients(q, k[:, :0]).dq)
     with journey.converse("backward", q) as talk:
-        dk, dv = go_backward(journey.plan, talk, [desk], k, v)
+        dk, dv = go_backward(journey.plan, talk, journey.name, [desk], k, v)
     return Gradients(desk.dq, dk, dv)
 
 
-def go_forward(itinerary: Itinerary, talk: Conversation, desks: Sequence[Desk], k: Tensor, v: Tensor) -> None:
+def go_forward(
+    itinerary: Itinerary, talk: Conversation, name: str, desks: Sequence[Desk], k: Tensor, v: Tensor
+) -> None:
     """Every desk meets its own keys, and those of every visitor."""
     travel = Travel(itinerary, talk, k, v, "forward")
     for number, step in travel.steps():
         if number == 0:
             for desk, tiles in zip(desks, itinerary.home.tiles, strict=True):
-                desk.look(tiles, k, v)
+                desk.look(tiles, k, v, f"{name}, forward, own keys")
         for visit in step.visits:
             block = travel.at_hand[visit.lane]
+            what = f"{name}, forward, step {number}, keys of {visit.owner}"
             for desk, tiles in zip(desks, visit.tiles, strict=True):
-                desk.look(tiles, block.k, block.v)
+                desk.look(tiles, block.k, block.v, what)
 
 
 def go_backward(
-    itinerary: Itinerary, talk: Conversation, desks: Sequence[BackwardDesk], k: Tensor, v: Tensor
+    itinerary: Itinerary, talk: Conversation, name: str, desks: Sequence[BackwardDesk], k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """dK and dV of the rank's own rows.
 
@@ -65,20 +68,22 @@ def go_backward(
         if number == 0:
             late = home.late if len(itinerary) > 1 else home.tiles
             for desk, tiles in zip(desks, late, strict=True):
-                desk.look(tiles, k[:, own.split :], v[:, own.split :], *own.late)
+                desk.look(tiles, k[:, own.split :], v[:, own.split :], *own.late, f"{name}, backward, own keys")
             continue
         found: dict[int, Found] = {}
         for visit in step.visits:
             block = travel.at_hand[visit.lane]
             found[visit.lane] = Found.nothing_yet(block.k, visit.arrived)
+            what = f"{name}, backward, step {number}, keys of {visit.owner}"
             for desk, tiles in zip(desks, visit.tiles, strict=True):
-                desk.look(tiles, block.k, block.v, found[visit.lane].dk, found[visit.lane].dv)
+                desk.look(tiles, block.k, block.v, found[visit.lane].dk, found[visit.lane].dv, what)
         following.arrive(found)
         following.leave(number, step, found)
     dk, dv = own.as_one()
     if len(itinerary) > 1:
         for desk, tiles in zip(desks, home.early, strict=True):
-            desk.look(tiles, *(x[:, : own.split] for x in (k, v, dk, dv)))
+            own_k, own_v, own_dk, own_dv = (x[:, : own.split] for x in (k, v, dk, dv))
+            desk.look(tiles, own_k, own_v, own_dk, own_dv, f"{name}, backward, own keys")
     following.arrive({})
     return dk, dv
 
