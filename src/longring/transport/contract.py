@@ -57,7 +57,7 @@ class Transport(Protocol):
         """Begin one call, which every rank makes in the same order and on the same terms.
 
         `terms` are the global facts that all ranks must share. Where they differ nothing is computed from
-        what arrives: TransportError, naming who differs and in what. `timeout` bounds every wait, in seconds.
+        what arrives: Disagreement, naming who differs and in what. `timeout` bounds every wait, in seconds.
         """
         ...
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, PeerLost, TransportError
+from ..errors import ArgumentError, Disagreement, PeerLost, TransportError
 from .contract import Receives, Sends, Terms
 
 T = TypeVar("T")
@@ -192,7 +192,7 @@ class _InFlight:
             return
         both = ((name, self.terms.get(name), theirs.get(name)) for name in {**self.terms, **theirs})
         differences = "; ".join(f"{name}: {_short(a)} here, {_short(b)} there" for name, a, b in both if a != b)
-        raise TransportError(
+        raise Disagreement(
             f"rank {self.transport.rank} and rank {peer} disagree ({self.what}): {differences}; "
             "all ranks must make the same call"
         )
