@@ -190,6 +190,14 @@ def ring_with_a_victim(group: Any, victim: int, post: int, how: str, timeout: fl
     return around(transport, calls=calls, floats=3000, timeout=timeout, before_post=strike)
 
 
+def lost_before_the_first_call(group: Any, victim: int, post: int, how: str, timeout: float, calls: int) -> Any:
+    transport = transport_for(group)
+    if transport.rank == victim:
+        time.sleep(0.5)  # the others have greeted it
+        strike_oneself(how)
+    return around(transport, calls=calls, timeout=timeout)
+
+
 def carriers_left(group: Any, *args: Any) -> int:
     """How many carriers are still under way half a second after the loss."""
     from longring.transport import carriers
@@ -351,12 +359,13 @@ def node_ranks(group: Any) -> int:
 def refused_meshes(group: Any) -> list[str]:
     import torch.distributed as dist
 
-    world = list(range(dist.get_world_size()))
+    shapes = [torch.tensor([[3, 2], [1, 0]]), torch.arange(4).view(2, 2, 1)]
+    if dist.get_rank() > 1:
+        shapes.append(torch.tensor([[0, 1]]))
     said = []
-    for shape in (torch.tensor([[3, 2], [1, 0]]), torch.arange(4).view(2, 2, 1), torch.tensor([[0, 1]])):
-        mesh = dist.DeviceMesh("cpu", shape, _init_backend=False) if shape.numel() == len(world) else None
+    for shape in shapes:
         try:
-            transport_for(mesh or dist.DeviceMesh("cpu", shape, _init_backend=False))
+            transport_for(dist.DeviceMesh("cpu", shape, _init_backend=False))
         except ValueError as error:
             said.append(str(error))
     return said
@@ -475,6 +484,11 @@ def _without_tags(group: Any) -> Any:
 
 def through_a_companion(group: Any, calls: int) -> tuple[list, list]:
     return around(_without_tags(group), calls=calls, timeout=TIMEOUT), ORDER
+
+
+def companion_with_a_victim(group: Any, *args: Any) -> Any:
+    _without_tags(group)
+    return ring_with_a_victim(group, *args)
 
 
 def posts_in_order(group: Any) -> tuple[int, float]:
@@ -599,4 +613,4 @@ def nccl_alone(group: Any) -> tuple[float, list, str]:
     transport = transport_for(dist.new_group([0], backend="nccl"))
     met = around(transport, calls=2, timeout=TIMEOUT)
     transport._close()
-    return transport._patience, met, dist.get_backend(transport._companion)
+    return transport._patience, met, transport._companion.name()

@@ -12,12 +12,14 @@ import json
 import os
 import pickle
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -65,7 +67,9 @@ class World:
             time.sleep(0.01)
         for rank in range(self.size):
             self._kill(rank)
-        return [self._outcome(rank) for rank in range(self.size)]
+        outcomes = [self._outcome(rank) for rank in range(self.size)]
+        shutil.rmtree(self.folder, ignore_errors=True)  # a killed rank may still be ending in it
+        return outcomes
 
     def _is_over(self, rank: int) -> bool:
         return (self.folder / f"{rank}.status").exists() or self._is_stopped(rank)
@@ -152,8 +156,9 @@ def _reap(children: dict[int, Path]) -> None:
         if pid == 0:
             return
         written = children.pop(pid).with_suffix(".new")
-        written.write_text(str(os.waitstatus_to_exitcode(status)))
-        written.rename(written.with_suffix(".status"))
+        with suppress(OSError):  # nobody waits for it any more
+            written.write_text(str(os.waitstatus_to_exitcode(status)))
+            written.rename(written.with_suffix(".status"))
 
 
 def _live(job: dict[str, Any], place: Path) -> int:

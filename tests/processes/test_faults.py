@@ -63,10 +63,21 @@ def test_survivors_can_destroy_the_group(how):
     assert named == [1, 1]
 
 
+@pytest.mark.parametrize(("victim", "how"), [(0, "kill"), (2, "kill"), (1, "stop")])
+def test_a_backend_without_tags_loses_a_rank(victim, how):
+    named, _ = losses(3, victim, 4, how, program="companion_with_a_victim")
+    assert named == [victim] * 2
+
+
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_nothing_waits_on_after_a_loss(how):
     outcomes = World(4, "programs:carriers_left", (2, 4, how, 1.0, 4), ends="at once").run()
     assert [outcomes[rank].value for rank in (0, 1, 3)] == [0, 0, 0]
+
+
+def test_the_host_of_the_store_is_lost_before_anybody_was_greeted():
+    named, _ = losses(4, 0, 1, "kill", program="lost_before_the_first_call")
+    assert named == [0, 0, 0]
 
 
 SCHEDULES = ["ring", "exchange", "gather"]

@@ -54,6 +54,15 @@ class Board:
         self._own = send_carrier(lambda _: dist.PrefixStore(place, _reconnected(shared)))
         self._asked: Errand[Any] | None = None
         self.host = self.rank if _is_hosted_here(shared) else None  # of the store, as far as this rank has heard
+        self._guess = _usual_host(group, shared)
+
+    @property
+    def likely_host(self) -> int | None:
+        return self._guess if self.host is None else self.host
+
+    def all_were_heard(self) -> None:
+        """If no rank said that it hosts the store, none does."""
+        self._guess = None
 
     def verdict(self) -> Verdict | None:
         return self._ask(_read_verdict)
@@ -122,6 +131,13 @@ def underlying(store: dist.Store) -> dist.Store:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
+
+
+def _usual_host(group: dist.ProcessGroup, store: dist.Store) -> int | None:
+    """Torch lets the world's first rank host the store, unless the launcher does."""
+    is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    ranks = dist.get_process_group_ranks(group)
+    return ranks.index(0) if isinstance(underlying(store), dist.TCPStore) and not is_launchers and 0 in ranks else None
 
 
 def _is_hosted_here(store: dist.Store) -> bool:

@@ -50,15 +50,15 @@ class Posted(NamedTuple):
 class Lines:
     """One rank's ends of all lines."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: Any) -> None:
         self._group = weakref.ref(group)
-        self._has_devices = any(device.type != "cpu" for device in group._device_types)
+        self._has_devices = any(device.type != "cpu" for device in getattr(group, "_device_types", []))
         self._lock = threading.Lock()
         self._waited: set[Any] = set()
         self._closed = False
 
     @property
-    def group(self) -> dist.ProcessGroup:
+    def group(self) -> Any:
         group = self._group()
         if group is None:
             raise TransportError("the process group is gone; pass one that still exists")
@@ -71,12 +71,15 @@ class Lines:
         return self._post_batch(letters)
 
     def _post_batch(self, letters: Sequence[Letter]) -> list[Posted]:
-        group = self.group
         try:
-            works = dist.batch_isend_irecv([_operation(letter, group) for letter in letters]) if letters else []
+            works = self._start(letters) if letters else []
         except RuntimeError as error:
             raise LineBroken(letters[0].peer, _in_short(error)) from None
         return [Posted(letters[0].peer, work, [letter.tensor for letter in letters]) for work in works]
+
+    def _start(self, letters: Sequence[Letter]) -> list[Any]:
+        group = self.group
+        return dist.batch_isend_irecv([_operation(letter, group) for letter in letters])
 
     def wait(self, posted: Sequence[Posted], errand: Errand[Any]) -> None:
         """Wait in a carrier for one after the other. Raises LineBroken with the peer whose line broke."""
@@ -109,6 +112,16 @@ class Lines:
             send_carrier(lambda _, work=work: work.wait(_AT_ONCE)).is_over(within=0.5)
         if self._has_devices and group is not None:
             send_carrier(lambda _: group.abort())  # a lost peer leaves kernels that would never end
+
+
+class CompanionLines(Lines):
+    """Those of a Gloo backend that torch.distributed has no group of."""
+
+    def _start(self, letters: Sequence[Letter]) -> list[Any]:
+        group = self.group
+        return [
+            (group.send if letter.sent else group.recv)([letter.tensor], letter.peer, letter.tag) for letter in letters
+        ]
 
 
 def tag_of(*facts: object) -> int:

@@ -174,9 +174,9 @@ class Lookout:
 
     def _verdict_without_board(self, verdict: Verdict) -> Verdict:
         """The store went with its host: that is the first rank to suspect, whoever else left because of it."""
-        if verdict.kind != "lost" or self._board.host in (None, self._rank):
+        host = self._board.likely_host
+        if verdict.kind != "lost" or host in (None, self._rank):
             return verdict
-        host = self._board.host
         return Verdict("lost", host, f"rank {host} is lost: the group's store, which it hosts, is silent")
 
     def _adopt(self, verdict: Verdict) -> None:

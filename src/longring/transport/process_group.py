@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import TransportError
+from ..errors import PeerLost, TransportError
 from .agreement import Agreement, Signature, signed
 from .board import Board
 from .carriers import Errand, failed, send_carrier
 from .contract import Receives, Sends, Terms
 from .journal import Entry, FlightRecord, Journal
-from .lines import Letter, LineBroken, Lines, Posted, backend_for, check_device, tag_of
+from .lines import CompanionLines, Letter, LineBroken, Lines, Posted, backend_for, check_device, tag_of
 from .lookout import Lookout
 from .streams import Crossing, crossing
 
@@ -83,9 +83,8 @@ class ProcessGroupTransport:
     def _control_lines(self, timeout: float) -> Lines:
         """Lines for greetings, which are read on the host: a group without Gloo gets a companion that has it."""
         if self._control is None:
-            ranks = dist.get_process_group_ranks(self._lines.group)
-            companion = new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout))
-            self._companion, self._control = companion, Lines(companion)
+            self._companion = _companion(self._lines.group, timeout)
+            self._control = CompanionLines(self._companion)
         return self._control
 
     def _close(self) -> None:
@@ -154,6 +153,7 @@ class Talk:
             return
         self._until(self._greeting, what)
         transport = self._transport
+        transport._board.all_were_heard()
         if len(transport._agreed) > 10_000:  # documents that change with every call must not pile up
             transport._agreed.clear()
         transport._agreed.add(self._signature.fingerprint)
@@ -177,13 +177,13 @@ class InFlight:
     def __init__(self, talk: Talk, letters: list[Letter], entry: Entry) -> None:
         self._talk, self._letters, self._entry = talk, letters, entry
         self._crossing: Crossing = crossing([letter.tensor for letter in letters])
+        if not letters:
+            entry.done_at, self._errand = entry.posted_at, None
+            return
         transport = talk._transport
         self._previous, self._posted = transport._last_posted, threading.Event()
         transport._last_posted = self._posted
-        if letters and talk._is_safe_at_once(letters):
-            self._errand = self._sent_at_once()
-        else:
-            self._errand = send_carrier(self._carry)
+        self._errand = self._sent_at_once() if talk._is_safe_at_once(letters) else send_carrier(self._carry)
 
     def _sent_at_once(self) -> Errand[None]:
         try:
@@ -197,7 +197,7 @@ class InFlight:
     def _carry(self, errand: Errand[None]) -> None:
         """In a carrier: once all agree, and after what was posted before."""
         try:
-            errand.waits_for = self._letters[0].peer if self._letters else None
+            errand.waits_for = self._letters[0].peer
             self._talk._greeting.join()
             self._previous.wait()
             with self._crossing.posting():
@@ -219,8 +219,10 @@ class InFlight:
 
     def wait(self) -> None:
         self._talk._until_all_agree(self._entry.what)
-        self._talk._until(self._errand, self._entry.what)
-        self._crossing.hand_over()
+        if self._errand is not None:
+            self._talk._until(self._errand, self._entry.what)
+            self._crossing.hand_over()
+            self._letters = []  # whoever keeps this object does not keep the tensors
 
 
 def _check_message(transport: ProcessGroupTransport, peer: int, tensor: Tensor) -> None:
@@ -242,6 +244,17 @@ def _own_timeout(group: dist.ProcessGroup) -> float:
 
 def _version() -> str:
     return sys.modules["longring"].__version__  # an import would turn the order of the rooms around
+
+
+def _companion(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroupGloo:
+    """Gloo beside the group's own backend, known to this transport alone: torch's list of groups stays as it is."""
+    store = dist.PrefixStore("longring/greetings", dist.distributed_c10d._get_process_group_store(group))
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    try:
+        return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+    except RuntimeError as error:
+        text = str(error).partition("\n")[0]
+        raise PeerLost(f"rank {rank} waited for all {size} ranks to make their first call: {text}") from None
 
 
 def new_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
