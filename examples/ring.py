@@ -59,7 +59,7 @@ def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor)
 
 def compared(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
     """(its size, the largest difference as a share of the largest number)."""
-    return found.norm().item(), ((found - expected).abs().max() / expected.abs().max()).item()
+    return found.double().norm().item(), ((found - expected).abs().max() / expected.abs().max()).item()
 
 
 def main() -> None:
