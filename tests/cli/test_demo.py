@@ -2,17 +2,24 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 from typer.testing import CliRunner
 
-from longring import __version__
+from longring import __version__, launching
+from longring.bench import demonstration
 from longring.cli import app, main
 from longring.errors import ArgumentError
+from longring.geometry.layouts import LAYOUTS
+from longring.geometry.plans import PLANS
 
-SMALL = ("--tokens", "67", "--ranks", "3", "--head-dim", "16", "--heads", "4", "--kv-heads", "2")
+pytestmark = pytest.mark.processes
+
+SMALL = ("--tokens", "67", "--head-dim", "16", "--heads", "4", "--kv-heads", "2")
 
 
 def longring(*arguments, python=()):
@@ -36,13 +43,16 @@ def as_json(tmp_path_factory):
 def test_the_demo_succeeds_and_says_so(printed):
     done, _ = printed
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "All 9 rows are right" in done.stdout
+    assert "67 tokens on 4 real processes" in done.stdout
+    assert "All 13 rows are right" in done.stdout
+    assert "Bit for bit what longring.simulate gives, with all ranks in one process: 13 of 13 rows." in done.stdout
+    assert "Left out" not in done.stdout
     assert done.stderr == ""
 
 
 def test_the_tables_name_every_schedule_and_layout(printed):
     words = printed[0].stdout.split()
-    for name in ("ring", "exchange", "gather", "zigzag", "contiguous", "striped", "dealt", "causal", "dilated"):
+    for name in (*PLANS, *LAYOUTS, "causal", "window", "documents", "dilated"):
         assert name in words
 
 
@@ -52,7 +62,7 @@ def test_piped_output_is_plain_and_not_cut(printed):
     assert "\r" not in text
     assert "…" not in text
     tables = [line for line in text.splitlines() if "zigzag" in line or "contiguous" in line]
-    assert len(tables) == 14
+    assert len(tables) == 22
     assert max(map(len, tables)) <= 80
 
 
@@ -68,10 +78,14 @@ def test_pictures_are_saved_and_named(printed):
 def test_json_has_every_row_within_its_budget(as_json):
     assert as_json["right"] is True
     assert set(as_json["versions"]) == {"longring", "torch", "python"}
-    assert {row["schedule"] for row in as_json["rows"]} == {"ring", "exchange", "gather"}
+    assert as_json["left_out"] == []
+    assert 0 < as_json["seconds"]["processes"] < as_json["seconds"]["all"]
+    assert {row["schedule"] for row in as_json["rows"]} == set(PLANS)
+    assert {row["schedule"] for row in as_json["rows"] if row["nodes"] == 2} == {"double_ring", "hybrid"}
     assert {row["dtype"] for row in as_json["rows"]} == {"float32", "bfloat16"}
     for row in as_json["rows"]:
         assert row["right"] is True
+        assert row["equals_simulated"] is True
         assert set(row["errors"]) == {"out", "lse", "dq", "dk", "dv"}
         assert all(0 <= row["errors"][name] <= row["allowed"][name] for name in row["errors"])
 
@@ -80,9 +94,16 @@ def test_json_bytes_are_those_predicted_rank_by_rank(as_json):
     for row in as_json["rows"]:
         assert row["bytes_agree"] is True
         for part in ("forward", "backward"):
-            assert len(row[part]["bytes_sent"]) == 3
+            assert len(row[part]["bytes_sent"]) == 4
             assert row[part]["bytes_sent"] == row[part]["predicted_bytes"]
-    assert any(sum(row["forward"]["bytes_sent"]) > 0 for row in as_json["rows"])
+            assert sum(row[part]["bytes_sent"]) > 0
+
+
+def test_json_has_what_each_rank_held(as_json):
+    for row in as_json["rows"]:
+        assert len(row["peak_bytes"]) == row["ranks"] == 4
+        assert 0 < min(row["peak_bytes"]) < row["peak_bytes_alone"]
+        assert row["share_of_one_rank"] == max(row["peak_bytes"]) / row["peak_bytes_alone"]
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("demo", "--help"), ()])
@@ -132,6 +153,15 @@ def test_bad_arguments_are_one_line_and_exit_code_2(arguments, named, monkeypatc
     assert named in printed.err
 
 
+def test_under_torchrun_it_says_that_it_starts_its_own_ranks(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["longring", "demo"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert (stopped.value.code, capsys.readouterr().err.count("run it without torchrun")) == (2, 1)
+
+
 def test_debug_shows_the_traceback(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["longring", "--debug", "demo", "--heads", "8", "--kv-heads", "3"])
     with pytest.raises(ArgumentError, match="multiple of --kv-heads"):
@@ -139,18 +169,77 @@ def test_debug_shows_the_traceback(monkeypatch):
 
 
 @pytest.fixture
-def one_row_demo(tmp_path, monkeypatch):
-    """The command in this process, with the first case alone."""
-    from longring.bench import demonstration
-
+def one_row(tmp_path, monkeypatch):
+    """What to call the command with, in this process: the first case alone."""
     every = demonstration.cases
-    monkeypatch.setattr(demonstration, "cases", lambda tokens: every(tokens)[:1])
-    arguments = ["demo", "--tokens", "9", "--ranks", "2", "--head-dim", "4", "--out", str(tmp_path)]
-    return lambda: CliRunner().invoke(app, arguments)
+    monkeypatch.setattr(demonstration, "cases", lambda size: every(size)[:1])
+    return ["demo", "--tokens", "9", "--ranks", "2", "--head-dim", "4", "--out", str(tmp_path)]
+
+
+@pytest.fixture
+def one_row_demo(one_row):
+    return lambda *more: CliRunner().invoke(app, [*one_row, *more])
 
 
 def test_one_right_row_is_exit_code_0(one_row_demo):
-    assert one_row_demo().exit_code == 0
+    done = one_row_demo()
+    assert done.exit_code == 0
+    assert ": 1 of 1 rows." in done.output
+
+
+def test_an_odd_number_of_ranks_leaves_out_two_nodes(one_row_demo):
+    done = one_row_demo("--ranks", "3")
+    assert done.exit_code == 0
+    for schedule in ("double_ring", "hybrid"):
+        assert f"Left out: {schedule}, since --ranks 3 is not a multiple of its 2 nodes." in done.output
+
+
+def test_other_bits_than_simulated_are_told_and_no_fault(one_row_demo, monkeypatch):
+    honest = demonstration._simulated
+
+    def a_little_off(*given):
+        sim, answer = honest(*given)
+        return sim, answer._replace(dv=answer.dv.nextafter(answer.dv + 1))
+
+    monkeypatch.setattr(demonstration, "_simulated", a_little_off)
+    done = one_row_demo()
+    assert done.exit_code == 0
+    assert ": 0 of 1 rows." in done.output
+
+
+def die_on_the_way(chosen, size):
+    """In place of what a process does: rank 1 is killed, the others wait for it."""
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return demonstration.attend(chosen, size)
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_a_killed_rank_is_one_line_and_exit_code_1(one_row, more, monkeypatch, capsys):
+    monkeypatch.setattr(demonstration, "attend", die_on_the_way)
+    said = failed_demo([*one_row, *more], monkeypatch, capsys)
+    assert said == "error: rank 1 of 2 was killed by SIGKILL before it gave a result\n"
+
+
+def test_processes_that_cannot_start_are_one_line_and_exit_code_1(one_row, monkeypatch, capsys):
+    def refuse(*_):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(launching, "_start", refuse)
+    said = failed_demo(one_row, monkeypatch, capsys)
+    assert said.startswith("error: 2 processes could not be started: ")
+    assert "Resource temporarily unavailable" in said
+    assert said.count("\n") == 1
+
+
+def failed_demo(arguments, monkeypatch, capsys):
+    """What it says on stderr; there must be nothing else."""
+    monkeypatch.setattr(sys, "argv", ["longring", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    printed = capsys.readouterr()
+    assert (stopped.value.code, printed.out) == (1, "")
+    return printed.err
 
 
 def test_bytes_that_were_not_predicted_are_exit_code_1(one_row_demo, monkeypatch):

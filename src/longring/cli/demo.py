@@ -1,10 +1,12 @@
-"""`longring demo`: ring and dilated attention on virtual ranks, judged, counted and drawn."""
+"""`longring demo`: ring and dilated attention on processes of this machine, judged, counted and drawn."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import platform
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -17,12 +19,19 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from ..bench.demonstration import Inputs, Played, Size
+    from ..bench.demonstration import Case, Inputs, Played, Size
     from ..geometry.patterns import Pattern
     from ..testing import Verdict
 
 WIDTH = 100  # of output that goes to no terminal
 MOST_SCORES = 1 << 28  # the definition holds about ten float64 matrices of heads x tokens x tokens: here 20 GiB
+
+
+class Seconds(NamedTuple):
+    """How long it took, and how much of that the processes."""
+
+    processes: float
+    all: float
 
 
 class Row(NamedTuple):
@@ -43,8 +52,8 @@ class Row(NamedTuple):
 
 
 def demo(
-    tokens: Annotated[int, typer.Option(min=1, help="Length of the sequence; any number.")] = 1009,
-    ranks: Annotated[int, typer.Option(min=1, max=64, help="Virtual ranks, in this one process.")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, help="Length of the sequence; any number.")] = 757,
+    ranks: Annotated[int, typer.Option(min=1, max=64, help="Processes to start on this machine, a rank each.")] = 4,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
     kv_heads: Annotated[int, typer.Option(min=1, help="Key and value heads; must divide the query heads.")] = 4,
     head_dim: Annotated[int, typer.Option(min=1, help="Numbers per head.")] = 64,
@@ -52,10 +61,12 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("out/demo"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Run ring and dilated attention, forward and backward, on virtual ranks, and judge every number.
+    """Run ring and dilated attention, forward and backward, on processes of this machine, and judge every number.
 
-    Needs no GPU. Exit code 1 if a result is wrong, or if a rank sent other bytes than the plan said.
+    Needs no GPU. Exit code 1 if a result is wrong, if a rank sent other bytes than the plan said, or if a
+    process could not be started or died.
     """
+    start = time.monotonic()
     _check(tokens, heads, kv_heads)
     _make_folder(out)  # before the work, so that a folder that cannot be made costs no time
 
@@ -63,12 +74,13 @@ def demo(
 
     size = Size(tokens, ranks, heads, kv_heads, head_dim, seed)
     console = _console()
-    rows = list(_watched(console, size, quiet=as_json))
+    rows, in_processes = _watched(console, size, quiet=as_json)
     pictures, missing = _draw(out)
+    seconds = Seconds(in_processes, time.monotonic() - start)
     if as_json:
-        print(json.dumps(_as_json(size, rows, pictures, missing), indent=2, allow_nan=False))
+        print(json.dumps(_as_json(size, rows, seconds, pictures, missing), indent=2, allow_nan=False))
     else:
-        _print_report(console, size, rows, pictures, missing)
+        _print_report(console, size, rows, seconds, pictures, missing)
     if _faults(rows):
         raise typer.Exit(1)
 
@@ -82,6 +94,8 @@ def _check(tokens: int, heads: int, kv_heads: int) -> None:
             f"--tokens must be at most {most} with {heads} heads, got {tokens}: "
             "the float64 definition, which judges the results, holds every score in memory"
         )
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        raise ArgumentError("longring demo starts its ranks by itself: run it without torchrun, with --ranks")
 
 
 def _make_folder(out: Path) -> None:
@@ -98,21 +112,27 @@ def _console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=WIDTH)
 
 
-def _watched(console: Console, size: Size, *, quiet: bool) -> Iterator[Row]:
+def _watched(console: Console, size: Size, *, quiet: bool) -> tuple[list[Row], float]:
+    """The rows, and the seconds that the processes took."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from ..bench.demonstration import cases, inputs, play
+    from ..bench.demonstration import cases, compare, inputs, play, threads
 
-    chosen, judge = cases(size.tokens), _Judge()
+    chosen, judge, rows = cases(size), _Judge(), []
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
-        bar = progress.add_task("", total=len(chosen))
-        for case in chosen:
-            progress.update(bar, description=f"{case.name}, {case.layout}, {case.schedule}")
+        bar = progress.add_task(f"{_processes(size.ranks)} at work", total=None)
+        start = time.monotonic()
+        played = play(chosen, size)
+        in_processes = time.monotonic() - start
+        for case, parts in zip(chosen, played, strict=True):
+            progress.update(bar, total=len(chosen), description=f"judging {case.name}, {case.schedule}, {case.layout}")
             given = inputs(size, case.dtype)
-            played = play(case, size.ranks, given)
-            yield Row(played, judge.verdicts(played, given))
+            with threads(parts[0].threads):
+                compared = compare(case, parts, given)
+                rows.append(Row(compared, judge.verdicts(compared, given)))
             progress.advance(bar)
+    return rows, in_processes
 
 
 class _Judge:
@@ -175,40 +195,62 @@ def _verdict(rows: list[Row]) -> str:
     )
 
 
+def _comparison(rows: list[Row]) -> str:
+    """Not a judgement: another order of the same sums would be as right."""
+    equal = sum(row.played.equals_simulated for row in rows)
+    return f"Bit for bit what longring.simulate gives, with all ranks in one process: {equal} of {len(rows)} rows."
+
+
 # ------------------------------------------------------------------------------------------------ printing
 
 
-def _print_report(console: Console, size: Size, rows: list[Row], pictures: list[Path], missing: str | None) -> None:
+def _print_report(
+    console: Console, size: Size, rows: list[Row], seconds: Seconds, pictures: list[Path], missing: str | None
+) -> None:
+    from ..bench.demonstration import left_out
+
     console.print(
-        f"{size.tokens:,} tokens on {size.ranks} virtual ranks, {size.heads} query heads over {size.kv_heads} "
-        f"key/value heads of {size.head_dim}, forward and backward\n"
+        f"{size.tokens:,} tokens on {_processes(size.ranks)} of this machine (torch.distributed over Gloo)\n"
+        f"{size.heads} query heads over {size.kv_heads} key/value heads of {size.head_dim}, forward and backward\n"
     )
-    console.print(_error_table(rows, size.ranks))
+    console.print(_error_table(rows))
     console.print(_cost_table(rows))
     console.print(_verdict(rows), style="bold red" if _faults(rows) else "bold green", soft_wrap=True)
+    console.print(_comparison(rows), soft_wrap=True)
+    for case in left_out(size):
+        console.print(_excuse(case, size.ranks), soft_wrap=True)
+    console.print(f"{seconds.all:.1f} s, of which the processes took {seconds.processes:.1f} s.")
     for path in pictures:
         console.print(f"picture: {path}", markup=False, soft_wrap=True)
     if missing is not None:
         console.print(f"no pictures: {missing}", markup=False, soft_wrap=True)
 
 
-def _error_table(rows: list[Row], ranks: int) -> Table:
+def _processes(ranks: int) -> str:
+    return f"{ranks} real process{'es' if ranks > 1 else ''}"
+
+
+def _excuse(case: Case, ranks: int) -> str:
+    return f"Left out: {case.schedule}, since --ranks {ranks} is not a multiple of its {case.nodes} nodes."
+
+
+def _error_table(rows: list[Row]) -> Table:
     """80 columns wide, as many terminals are: of the gradients the worst speaks for all, and JSON has each."""
     table = _table("Relative error against the float64 definition; share of the error budget used")
-    for header in ("ranks", "out", "lse", "grad", "budget"):
+    for header in ("out", "lse", "grad", "budget"):
         table.add_column(header, justify="right")
     for row in rows:
         errors = {verdict.quantity: verdict.error for verdict in row.verdicts}
         shown = errors["out"], errors["lse"], max(errors["dq"], errors["dk"], errors["dv"])
         colour = "green" if all(verdict.ok for verdict in row.verdicts) else "bold red"
         numbers = (f"{error:.1e}" for error in shown)
-        table.add_row(*_names(row), str(ranks), *numbers, f"[{colour}]{row.budget_used:.0%}[/]")
+        table.add_row(*_names(row), *numbers, f"[{colour}]{row.budget_used:.0%}[/]")
     return table
 
 
 def _cost_table(rows: list[Row]) -> Table:
-    table = _table("Most bytes a rank held, also as a share of one rank doing all, and most sent")
-    for header in ("held", "of one", "sent", "predicted"):
+    table = _table("Most bytes a rank held, share of one rank doing all; most sent, as planned")
+    for header in ("held", "share", "sent", "plan"):
         table.add_column(header, justify="right")
     for row in rows:
         played = row.played
@@ -234,15 +276,20 @@ def _names(row: Row) -> tuple[str, str, str]:
     return case.name, case.schedule, case.layout
 
 
-def _as_json(size: Size, rows: list[Row], pictures: list[Path], missing: str | None) -> dict[str, Any]:
+def _as_json(
+    size: Size, rows: list[Row], seconds: Seconds, pictures: list[Path], missing: str | None
+) -> dict[str, Any]:
     import torch
 
     from .. import __version__
+    from ..bench.demonstration import left_out
 
     return {
         "versions": {"longring": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "size": size._asdict(),
         "rows": [_row_as_json(row) for row in rows],
+        "left_out": [_excuse(case, size.ranks) for case in left_out(size)],
+        "seconds": seconds._asdict(),
         "pictures": [str(path) for path in pictures],
         "no_pictures": missing,
         "right": not _faults(rows),
@@ -259,6 +306,7 @@ def _row_as_json(row: Row) -> dict[str, Any]:
         "dtype": str(played.case.dtype).removeprefix("torch."),
         "kernel": played.kernel,
         "ranks": len(played.peak_bytes),
+        "nodes": played.case.nodes,
         "errors": {verdict.quantity: _number(verdict.error) for verdict in row.verdicts},
         "allowed": {verdict.quantity: _number(verdict.allowed) for verdict in row.verdicts},
         "peak_bytes": played.peak_bytes,
@@ -267,6 +315,7 @@ def _row_as_json(row: Row) -> dict[str, Any]:
         "forward": {"bytes_sent": played.forward_bytes, "predicted_bytes": played.forward_predicted},
         "backward": {"bytes_sent": played.backward_bytes, "predicted_bytes": played.backward_predicted},
         "bytes_agree": played.bytes_agree,
+        "equals_simulated": played.equals_simulated,
         "right": not list(_faults_of(row)),
     }
 
