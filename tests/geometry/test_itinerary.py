@@ -62,6 +62,8 @@ def posts_of(task, schedule, phase, node_ranks=None):
         DoubleRing(6, 2),
         DoubleRing(6, 3),
         DoubleRing(6, 6),
+        DoubleRing(8, 4, -1),
+        DoubleRing(6, 3, -1),
     ],
     ids=repr,
 )
@@ -307,6 +309,20 @@ def test_documents_move_nothing_between_ranks_that_share_none():
     task = Task(Dense(documents=[0, 10, 25, 30, 40]), Problem(1, 40, 40, 1, 0), layout, layout)
     for schedule in ("ring", "exchange"):
         assert [rows_sent(task, schedule, rank) for rank in range(4)] == [0, 10, 0, 0]
+
+
+def test_both_directions_do_not_go_round_the_wrong_way():
+    """Of a window or of causal contiguous rows, nothing has to go down."""
+    for pattern in ({"window": (4, 0)}, {}):
+        task = causal_task("contiguous", 80, 8, **pattern)
+        one, both = ([rows_sent(task, schedule, rank) for rank in range(8)] for schedule in ("ring", "bidirectional"))
+        assert one == both
+
+
+def test_a_double_ring_goes_the_way_on_which_less_travels():
+    task = causal_task("zigzag", 80, 8)
+    assert double_ring(task, 0, 4).lanes[0].route.direction == -1
+    assert sum(rows_sent(task, "double_ring", rank, 4) for rank in range(8)) < 0.85 * 8 * 70
 
 
 def test_a_double_ring_crosses_between_nodes_once_a_round():

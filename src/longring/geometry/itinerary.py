@@ -280,7 +280,10 @@ def ring(task: Task, rank: int) -> Itinerary:
 
 @lru_cache(maxsize=4096)
 def bidirectional(task: Task, rank: int) -> Itinerary:
-    """Early rows up, late rows down: each link carries half in each direction."""
+    """Early rows up, late rows down, so that each link carries half in each direction.
+
+    Not against the way that rows have to go: those of a window, or of a causal contiguous ring, go up, all of them.
+    """
     return Itinerary(rank, _lanes_both_ways(task))
 
 
@@ -307,12 +310,14 @@ def _ring_lanes(task: Task) -> Lanes:
 @lru_cache(maxsize=64)
 def _lanes_both_ways(task: Task) -> Lanes:
     early, late = halves(task)
-    return Lane(0, early, task, Ring(task.ranks, +1)), Lane(1, late, task, Ring(task.ranks, -1))
+    up, down = (Ring(task.ranks, direction(half, tie)) for half, tie in ((early, +1), (late, -1)))
+    return Lane(0, early, task, up), Lane(1, late, task, down)
 
 
 @lru_cache(maxsize=64)
 def _double_ring_lanes(task: Task, node_ranks: int) -> Lanes:
-    return (Lane(0, task, task, DoubleRing(task.ranks, node_ranks)),)
+    up, down = (DoubleRing(task.ranks, node_ranks, way) for way in (+1, -1))
+    return (Lane(0, task, task, up if _rows_of_some(task, up) <= _rows_of_some(task, down) else down),)
 
 
 @lru_cache(maxsize=64)
@@ -342,13 +347,13 @@ OWNERS_TO_ASK, STEPS_TO_ASK = 8, 32
 
 
 @lru_cache(maxsize=256)
-def direction(task: Task) -> int:
+def direction(task: Task, tie: int = +1) -> int:
     """+1 or -1: in which direction fewer rows travel; a causal zigzag goes down, a causal contiguous ring up."""
     up, down = (_rows_of_some(task, Ring(task.ranks, way)) for way in (+1, -1))
-    return +1 if up <= down else -1
+    return tie if up == down else +1 if up < down else -1
 
 
-def _rows_of_some(task: Task, route: Ring) -> int:
+def _rows_of_some(task: Task, route: Route) -> int:
     """Rows that travel, of a few owners and steps evenly spaced, which speak for all."""
     lane = Lane(0, task, task, route)
     owners = range(0, task.ranks, -(-task.ranks // OWNERS_TO_ASK))

@@ -77,8 +77,8 @@ class Ring:
 
     def hosts(self, owner: int, steps: range) -> Iterator[range]:
         if steps:
-            first, last = steps[:: self.direction][0], steps[:: self.direction][-1]
-            yield from _arc(self.host(owner, first), self.host(owner, last), range(self.size))
+            first, last = (self.host(owner, steps[:: self.direction][end]) for end in (0, -1))
+            yield from _arc(first, last, range(self.size))
 
 
 @dataclass(frozen=True)
@@ -118,12 +118,13 @@ class Star:
 class DoubleRing:
     """Rings inside every node, and a ring between nodes whose hops have a whole inner round to arrive.
 
-    Ranks of a node are consecutive. In round u the rows of an owner are in the u-th node after its own, having
-    come to the rank of the owner's place there; inside they go round.
+    Ranks of a node are consecutive. In round u the rows of an owner are in the u-th node from its own, having
+    come to the rank of the owner's place there; inside they go round, in the same direction.
     """
 
     size: int
     inner: int
+    direction: int = +1
 
     @property
     def nodes(self) -> int:
@@ -135,11 +136,14 @@ class DoubleRing:
 
     def host(self, owner: int, step: int) -> int:
         (node, place), (round_, hop) = divmod(owner, self.inner), divmod(step, self.inner)
-        return (node + round_) % self.nodes * self.inner + (place + hop) % self.inner
+        return self._member(node + self.direction * round_, place + self.direction * hop)
 
     def guest(self, rank: int, step: int) -> int:
         (node, place), (round_, hop) = divmod(rank, self.inner), divmod(step, self.inner)
-        return (node - round_) % self.nodes * self.inner + (place - hop) % self.inner
+        return self._member(node - self.direction * round_, place - self.direction * hop)
+
+    def _member(self, node: int, place: int) -> int:
+        return node % self.nodes * self.inner + place % self.inner
 
     def origin(self, step: int) -> int:
         return step - 1 if step % self.inner else step - self.inner
@@ -163,7 +167,7 @@ class DoubleRing:
         if not steps:
             return
         if steps[0] // self.inner == steps[-1] // self.inner:
-            first, last = self.host(owner, steps[0]), self.host(owner, steps[-1])
+            first, last = (self.host(owner, steps[:: self.direction][end]) for end in (0, -1))
             node = first // self.inner * self.inner
             yield from _arc(first, last, range(node, node + self.inner))
             return
