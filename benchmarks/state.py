@@ -36,7 +36,7 @@ def held(schedule: str, n: int) -> dict[str, int]:
 def main() -> None:
     n = int(sys.argv[1]) if len(sys.argv) > 1 else N
     runs: list[dict[str, Any]] = []
-    for schedule in ("ring", "bidirectional", "ulysses", "gather"):
+    for schedule in ("ring", "bidirectional", "gather"):
         for ranks in (1, 2, 4, 8):
             found = lr.launch(held, schedule, n, ranks=ranks, timeout=1800)
             most = {phase: max(one[phase] for one in found) for phase in ("forward", "backward")}
