@@ -4,9 +4,9 @@ python examples/ring.py                                      # this process alon
 python examples/ring.py --ranks 4                            # four local processes
 torchrun --standalone --nproc-per-node 4 examples/ring.py    # the same, by torchrun
 
-On each of several machines, one of which is called node0:
+On each of several machines, the first of which is called node0; on the second with --node-rank 1:
 
-torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-id ring --rdzv-endpoint node0:29400 examples/ring.py
+torchrun --nnodes 2 --node-rank 0 --master-addr node0 --master-port 29500 --nproc-per-node 2 examples/ring.py
 """
 
 import argparse
