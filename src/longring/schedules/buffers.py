@@ -8,54 +8,58 @@ import weakref
 import torch
 from torch import Tensor
 
+from ..transport.contract import Transport
 
-class _Pool:
-    """Free buffers of one thread. It grows to what was in use at once, and a buffer that became too small goes."""
+
+class Buffers:
+    """Free buffers of one rank. They grow to what was in use at once, and one that became too small goes."""
 
     def __init__(self) -> None:
-        self.free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        self._lock = threading.Lock()  # on a GPU the backward runs in a thread of autograd's
 
     def take(self, numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat buffer of at least so many numbers."""
-        free = self.free.setdefault((dtype, device), [])
-        for index, buffer in enumerate(free):  # the smallest comes first
-            if buffer.numel() >= numbers:
-                return free.pop(index)
-        if free:
-            free.pop(0)
+        with self._lock:
+            free = self._free.setdefault((dtype, device), [])
+            for index, buffer in enumerate(free):  # the smallest comes first
+                if buffer.numel() >= numbers:
+                    return free.pop(index)
+            if free:
+                free.pop(0)
         return torch.empty(numbers, dtype=dtype, device=device)
 
     def give_back(self, buffer: Tensor) -> None:
-        free = self.free.setdefault((buffer.dtype, buffer.device), [])
-        free.append(buffer)
-        free.sort(key=Tensor.numel)
+        with self._lock:
+            free = self._free.setdefault((buffer.dtype, buffer.device), [])
+            free.append(buffer)
+            free.sort(key=Tensor.numel)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._free.clear()
 
 
-_of_thread = threading.local()
-_pools: weakref.WeakSet[_Pool] = weakref.WeakSet()
+_of_ranks: weakref.WeakKeyDictionary[Transport, Buffers] = weakref.WeakKeyDictionary()
 
 
-def pool() -> _Pool:
-    """The pool of the calling thread: each virtual rank has one of its own, gone when its thread ends."""
-    found = getattr(_of_thread, "pool", None)
-    if found is None:
-        found = _of_thread.pool = _Pool()
-        _pools.add(found)
-    return found
+def buffers_of(transport: Transport) -> Buffers:
+    """One collection for a rank, gone with it: forward and backward use the same, virtual ranks each their own."""
+    return _of_ranks.setdefault(transport, Buffers())
 
 
 def release_buffers() -> None:
     """Free every buffer that longring keeps for later calls. No call may be under way."""
-    for found in list(_pools):
-        found.free.clear()
+    for buffers in list(_of_ranks.values()):
+        buffers.clear()
 
 
 class Loan:
-    """A buffer of the pool, given back when all who use it have said so."""
+    """A buffer that goes back when all who use it have said so."""
 
-    def __init__(self, numbers: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._pool = pool()
-        self._whole = self._pool.take(numbers, dtype, device)
+    def __init__(self, buffers: Buffers, numbers: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._buffers = buffers
+        self._whole = buffers.take(numbers, dtype, device)
         self._users = 1
         self.flat = self._whole[:numbers]
 
@@ -66,4 +70,4 @@ class Loan:
     def done(self) -> None:
         self._users -= 1
         if not self._users:
-            self._pool.give_back(self._whole)
+            self._buffers.give_back(self._whole)

@@ -19,7 +19,7 @@ from ..numerics.online_softmax import Partial, accumulator_dtype, merge_, nothin
 from ..transport.contract import Conversation, Pending
 from .contract import Journey, Schedule
 from .desk import BackwardDesk, Desk
-from .relay import go_backward, go_forward
+from .relay import Trip, go_backward, go_forward
 
 
 def forward(journey: Journey, q: Tensor, k: Tensor, v: Tensor) -> Partial:
@@ -36,7 +36,7 @@ def forward(journey: Journey, q: Tensor, k: Tensor, v: Tensor) -> Partial:
             Desk(journey.kernel, journey.scale, x, _slice(desk.kv_heads, plan.kv_heads))
             for desk, x in zip(plan.desks, queries, strict=True)
         ]
-        go_forward(plan.between, talk, journey.name, desks, their_k, their_v)
+        go_forward(Trip(journey, plan.between, talk), desks, their_k, their_v)
         far = _answers(plan, q)
         found = [_as(desk.seen, far) for desk in desks]
         come_back(plan, talk, "forward", far, [[part[i] for part in found] for i in range(2)], [], [])
@@ -69,7 +69,7 @@ def backward(journey: Journey, upstream: Upstream, q: Tensor, k: Tensor, v: Tens
             )
             for desk, *x in zip(plan.desks, *queries, strict=True)
         ]
-        their_gradients = go_backward(plan.between, talk, journey.name, desks, their_k, their_v)
+        their_gradients = go_backward(Trip(journey, plan.between, talk), desks, their_k, their_v)
         far = torch.zeros(q.shape, dtype=q.dtype if plan.is_final else own.dq.dtype, device=q.device)
         found = [desk.dq.to(far.dtype) for desk in desks]
         come_back(plan, talk, "backward", [far], [found], [own.dk, own.dv], list(their_gradients))

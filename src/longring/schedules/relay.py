@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..geometry.itinerary import HOME, Itinerary, Post, Step
@@ -17,7 +18,7 @@ from ..geometry.parcels import Parcel
 from ..kernels.contract import Gradients, Upstream, no_gradients
 from ..numerics.online_softmax import Partial, accumulator_dtype
 from ..transport.contract import Conversation, Pending
-from .buffers import Loan
+from .buffers import Loan, buffers_of
 from .contract import Journey, Schedule
 from .desk import BackwardDesk, Desk
 from .parcels import add_parcel, pack, unpack
@@ -26,22 +27,41 @@ from .parcels import add_parcel, pack, unpack
 def forward(journey: Journey, q: Tensor, k: Tensor, v: Tensor) -> Partial:
     desk = Desk(journey.kernel, journey.scale, q)
     with journey.converse("forward", q) as talk:
-        go_forward(journey.plan, talk, journey.name, [desk], k, v)
+        go_forward(Trip(journey, journey.plan, talk), [desk], k, v)
     return desk.seen
 
 
 def backward(journey: Journey, upstream: Upstream, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
     desk = BackwardDesk(journey.kernel, journey.scale, q, upstream, no_gradients(q, k[:, :0]).dq)
     with journey.converse("backward", q) as talk:
-        dk, dv = go_backward(journey.plan, talk, journey.name, [desk], k, v)
+        dk, dv = go_backward(Trip(journey, journey.plan, talk), [desk], k, v)
     return Gradients(desk.dq, dk, dv)
 
 
-def go_forward(
-    itinerary: Itinerary, talk: Conversation, name: str, desks: Sequence[Desk], k: Tensor, v: Tensor
-) -> None:
+class Trip(NamedTuple):
+    """One pass along an itinerary."""
+
+    journey: Journey
+    itinerary: Itinerary
+    talk: Conversation
+
+    @property
+    def name(self) -> str:
+        return self.journey.name
+
+    def room(self, parcel: Parcel, dtype: torch.dtype, like: Tensor) -> tuple[Loan, Loan]:
+        """To receive the parcel's two tensors in."""
+        return self.loans(parcel.vectors * like.shape[3], dtype, like.device)
+
+    def loans(self, numbers: int, dtype: torch.dtype, device: torch.device) -> tuple[Loan, Loan]:
+        buffers = buffers_of(self.journey.transport)
+        return Loan(buffers, numbers, dtype, device), Loan(buffers, numbers, dtype, device)
+
+
+def go_forward(trip: Trip, desks: Sequence[Desk], k: Tensor, v: Tensor) -> None:
     """Every desk meets its own keys, and those of every visitor."""
-    travel = Travel(itinerary, talk, k, v, "forward")
+    itinerary, name = trip.itinerary, trip.name
+    travel = Travel(trip, k, v, "forward")
     for number, step in travel.steps():
         if number == 0:
             for desk, tiles in zip(desks, itinerary.home.tiles, strict=True):
@@ -53,17 +73,16 @@ def go_forward(
                 desk.look(tiles, block.k, block.v, what)
 
 
-def go_backward(
-    itinerary: Itinerary, talk: Conversation, name: str, desks: Sequence[BackwardDesk], k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor]:
+def go_backward(trip: Trip, desks: Sequence[BackwardDesk], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """dK and dV of the rank's own rows.
 
     Its own block is computed in two parts: one first, while the first visitors are on their way, and one last,
     while the last gradients come home.
     """
+    itinerary, name = trip.itinerary, trip.name
     home, own = itinerary.home, Own(k, itinerary.home.split if len(itinerary) > 1 else 0)
-    travel = Travel(itinerary, talk, k, v, "backward")
-    following = Following(itinerary, talk, own, k)
+    travel = Travel(trip, k, v, "backward")
+    following = Following(trip, own, k)
     for number, step in travel.steps():
         if number == 0:
             late = home.late if len(itinerary) > 1 else home.tiles
@@ -73,7 +92,7 @@ def go_backward(
         found: dict[int, Found] = {}
         for visit in step.visits:
             block = travel.at_hand[visit.lane]
-            found[visit.lane] = Found.nothing_yet(block.k, visit.arrived)
+            found[visit.lane] = Found.nothing_yet(trip, block.k, visit.arrived)
             what = f"{name}, backward, step {number}, keys of {visit.owner}"
             for desk, tiles in zip(desks, visit.tiles, strict=True):
                 desk.look(tiles, block.k, block.v, found[visit.lane].dk, found[visit.lane].dv, what)
@@ -116,14 +135,14 @@ class UnderWay(NamedTuple):
 class Travel:
     """Keys and values on their way. At every step what leaves is posted, and what the next needs waited for."""
 
-    def __init__(self, itinerary: Itinerary, talk: Conversation, k: Tensor, v: Tensor, phase: str) -> None:
-        self._itinerary, self._talk, self._k, self._v, self._phase = itinerary, talk, k, v, phase
+    def __init__(self, trip: Trip, k: Tensor, v: Tensor, phase: str) -> None:
+        self._trip, self._k, self._v, self._phase = trip, k, v, phase
         self._due: dict[int, list[UnderWay]] = {}
         self.at_hand: dict[int, Block] = {}  # by lane
 
     def steps(self) -> Iterator[tuple[int, Step]]:
         """Every step with its blocks at hand; those of the next are under way while the caller computes."""
-        for number, step in enumerate(self._itinerary):
+        for number, step in enumerate(self._trip.itinerary):
             for post in step.posts:
                 self._due.setdefault(post.due, []).append(self._start(post))
             yield number, step
@@ -139,10 +158,10 @@ class Travel:
             sends += [(parcel.receiver, x) for x in self._packed(lane, parcel)]
             if lane != HOME:
                 sending += [loan.shared() for loan in self.at_hand[lane].loans]
-        expected = [(lane, parcel, self._room(parcel)) for lane, parcel in post.receives]
+        expected = [(lane, parcel, self._trip.room(parcel, self._k.dtype, self._k)) for lane, parcel in post.receives]
         receives = [(parcel.sender, loan.flat) for _, parcel, room in expected for loan in room]
-        what = f"{self._phase}, step {post.due} of {len(self._itinerary) - 1}"
-        return UnderWay(self._talk.post(sends, receives, what=what), expected, sending)
+        what = f"{self._phase}, step {post.due} of {len(self._trip.itinerary) - 1}"
+        return UnderWay(self._trip.talk.post(sends, receives, what=what), expected, sending)
 
     def _packed(self, lane: int, parcel: Parcel) -> list[Tensor]:
         if lane == HOME:
@@ -151,10 +170,6 @@ class Travel:
         if parcel.shares == block.parcel.shares:  # all of it goes on, as it came
             return [loan.flat for loan in block.loans]
         return [pack(x, parcel, block.parcel.frame) for x in (block.k, block.v)]
-
-    def _room(self, parcel: Parcel) -> tuple[Loan, Loan]:
-        numbers = parcel.vectors * self._k.shape[3]
-        return Loan(numbers, self._k.dtype, self._k.device), Loan(numbers, self._k.dtype, self._k.device)
 
     def _arrived(self, step: int) -> Iterator[tuple[int, Block]]:
         for under_way in self._due.pop(step, ()):
@@ -176,9 +191,8 @@ class Found(NamedTuple):
     loans: tuple[Loan, Loan]
 
     @classmethod
-    def nothing_yet(cls, k: Tensor, parcel: Parcel) -> Found:
-        dtype = accumulator_dtype(k.dtype)
-        loans = Loan(k.numel(), dtype, k.device), Loan(k.numel(), dtype, k.device)
+    def nothing_yet(cls, trip: Trip, k: Tensor, parcel: Parcel) -> Found:
+        loans = trip.loans(k.numel(), accumulator_dtype(k.dtype), k.device)
         dk, dv = (loan.flat.zero_().view(k.shape) for loan in loans)
         return cls(parcel, dk, dv, loans)
 
@@ -228,8 +242,8 @@ class Following:
     They travel while the rank computes its own part of them.
     """
 
-    def __init__(self, itinerary: Itinerary, talk: Conversation, own: Own, k: Tensor) -> None:
-        self._itinerary, self._talk, self._own, self._k = itinerary, talk, own, k
+    def __init__(self, trip: Trip, own: Own, k: Tensor) -> None:
+        self._trip, self._own, self._k = trip, own, k
         self._under_way: UnderWay | None = None
 
     def arrive(self, found: dict[int, Found]) -> None:
@@ -261,14 +275,11 @@ class Following:
             part = found[lane]
             sends += [(parcel.receiver, pack(x, parcel, part.parcel.frame)) for x in (part.dk, part.dv)]
             sending += [loan.shared() for loan in part.loans]
-        expected = [(lane, parcel, self._room(parcel)) for lane, parcel in post.receives]
+        dtype = accumulator_dtype(self._k.dtype)
+        expected = [(lane, parcel, self._trip.room(parcel, dtype, self._k)) for lane, parcel in post.receives]
         receives = [(parcel.sender, loan.flat) for _, parcel, room in expected for loan in room]
-        what = f"backward, gradients of step {number} of {len(self._itinerary) - 1}"
-        return UnderWay(self._talk.post(sends, receives, what=what), expected, sending)
-
-    def _room(self, parcel: Parcel) -> tuple[Loan, Loan]:
-        numbers, dtype = parcel.vectors * self._k.shape[3], accumulator_dtype(self._k.dtype)
-        return Loan(numbers, dtype, self._k.device), Loan(numbers, dtype, self._k.device)
+        what = f"backward, gradients of step {number} of {len(self._trip.itinerary) - 1}"
+        return UnderWay(self._trip.talk.post(sends, receives, what=what), expected, sending)
 
 
 RELAY = Schedule(forward, backward)
