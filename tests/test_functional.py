@@ -382,3 +382,19 @@ def test_the_world_is_the_one_that_torch_knows(monkeypatch):
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
     with pytest.raises(lr.ScheduleRefusal, match="world of 4 ranks"):
         lr.ring_attention(*tensors())
+
+
+@pytest.mark.parametrize("schedule", ["ulysses", "hybrid", "double_ring", "bidirectional"])
+def test_a_rank_with_rows_and_nothing_to_compute_gets_its_answers(schedule):
+    """The last of four ranks holds both rows; their one head is computed elsewhere."""
+    x = torch.randn(3, 1, 2, 1, 4, dtype=torch.float64, requires_grad=True)
+    want = torch.autograd.grad(lr.attention(*x).sum(), x)[0]
+
+    def program(group):
+        s = lr.Sharding.from_ranges([[], [], [], [range(2)]], group=group)
+        out = lr.attention(*(s.shard(one) for one in x), sharding=s, schedule=schedule)
+        return out, torch.autograd.grad(out.sum() + 0 * x.sum(), x)[0]
+
+    results = run_ranks(4, program, node_ranks=2)
+    assert torch.allclose(results[3][0], lr.attention(*x))
+    assert all(torch.allclose(gradient, want) for _, gradient in results)

@@ -7,7 +7,7 @@ rows of one. A kv head goes to every rank that has a query head of it. Between g
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import gcd
@@ -242,11 +242,21 @@ class ByHeads:
 
     def queries(self, sender: int, receiver: int) -> Delivery:
         """Rows of the sender's queries for the desks of the receiver: those that see something."""
-        return Delivery(sender, receiver, tuple(self._query_pieces(sender, receiver)), "queries")
+        return self._known("queries", self._query_pieces, sender, receiver)
 
     def keys(self, sender: int, receiver: int) -> Delivery:
         """Rows of the sender's keys for the desks of the receiver; all of them where they travel on."""
-        return Delivery(sender, receiver, tuple(self._key_pieces(sender, receiver)), "keys")
+        return self._known("keys", self._key_pieces, sender, receiver)
+
+    def _known(self, kind: str, pieces: Callable[[int, int], Iterator[Piece]], sender: int, receiver: int) -> Delivery:
+        place = kind, sender, receiver
+        if place not in self._deliveries_made:
+            self._deliveries_made[place] = Delivery(sender, receiver, tuple(pieces(sender, receiver)), kind)
+        return self._deliveries_made[place]
+
+    @cached_property
+    def _deliveries_made(self) -> dict[tuple[str, int, int], Delivery]:
+        return {}
 
     def _query_pieces(self, sender: int, receiver: int) -> Iterator[Piece]:
         shard = self.task.queries.shards[sender]

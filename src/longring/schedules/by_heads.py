@@ -6,7 +6,8 @@ LongNet's branches that fit a rank are computed at home meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,24 +27,26 @@ def forward(journey: Journey, q: Tensor, k: Tensor, v: Tensor) -> Partial:
     plan: ByHeads = journey.plan
     near = Desk(journey.kernel, journey.scale, q)
     with journey.converse("forward", q) as talk:
-        if plan.far is None:
-            near.look(plan.near, k, v, f"{journey.name}, forward, own branches")
-            return near.seen
-        leaving = Leaving(plan, talk, "forward", [q], [k, v])
+        columns = [_of_queries(plan, q), _of_keys(plan, k), _of_keys(plan, v)] if plan.far else []
+        leaving = Leaving(plan, talk, "forward", columns)
         near.look(plan.near, k, v, f"{journey.name}, forward, own branches")
-        (queries,), (their_k, their_v) = leaving.arrived()
+        if not columns:
+            return near.seen
+        leaving.take_seats()
+        queries, keys, values = columns
         desks = [
             Desk(journey.kernel, journey.scale, x, _slice(desk.kv_heads, plan.kv_heads))
-            for desk, x in zip(plan.desks, queries, strict=True)
+            for desk, x in zip(plan.desks, queries.at_desks, strict=True)
         ]
-        go_forward(Trip(journey, plan.between, talk), desks, their_k, their_v)
-        far = _answers(plan, q)
-        found = [_as(desk.seen, far) for desk in desks]
-        come_back(plan, talk, "forward", far, [[part[i] for part in found] for i in range(2)], [], [])
-    total = Partial(far[0], far[1].squeeze(-1).mT)
+        go_forward(Trip(journey, plan.between, talk), desks, keys.at_desks[0], values.at_desks[0])
+        out, lse = _nothing_answered(plan, q)
+        seen = [_like(desk.seen, out, lse) for desk in desks]
+        answers = [_of_queries(plan, x, [one[i] for one in seen]) for i, x in enumerate((out, lse))]
+        come_back(plan, talk, "forward", answers)
+    far = Partial(out, lse.squeeze(-1).mT)
     if near.total is None:
-        return total
-    merge_(near.total.out, near.total.lse.mT, total.out, total.lse.mT)
+        return far
+    merge_(near.total.out, near.total.lse.mT, far.out, far.lse.mT)
     return near.total
 
 
@@ -52,180 +55,153 @@ def backward(journey: Journey, upstream: Upstream, q: Tensor, k: Tensor, v: Tens
     own = no_gradients(q, k)
     near = BackwardDesk(journey.kernel, journey.scale, q, upstream, own.dq)
     with journey.converse("backward", q) as talk:
-        if plan.far is None:
-            near.look(plan.near, k, v, own.dk, own.dv, f"{journey.name}, backward, own branches")
-            return own
-        leaving = Leaving(plan, talk, "backward", [q, *_columns(upstream)], [k, v])
+        rows = [_of_queries(plan, x) for x in (q, *_as_columns(upstream))] if plan.far else []
+        keys = [_of_keys(plan, x) for x in (k, v)] if plan.far else []
+        leaving = Leaving(plan, talk, "backward", [*rows, *keys])
         near.look(plan.near, k, v, own.dk, own.dv, f"{journey.name}, backward, own branches")
-        queries, (their_k, their_v) = leaving.arrived()
+        if not rows:
+            return own
+        leaving.take_seats()
         desks = [
-            BackwardDesk(
-                journey.kernel,
-                journey.scale,
-                x[0],
-                _upstream(*x[1:]),
-                _sums(x[0]),
-                _slice(desk.kv_heads, plan.kv_heads),
-            )
-            for desk, *x in zip(plan.desks, *queries, strict=True)
+            _backward_desk(journey, _slice(desk.kv_heads, plan.kv_heads), *(column.at_desks[number] for column in rows))
+            for number, desk in enumerate(plan.desks)
         ]
-        their_gradients = go_backward(Trip(journey, plan.between, talk), desks, their_k, their_v)
-        far = torch.zeros(q.shape, dtype=q.dtype if plan.is_final else own.dq.dtype, device=q.device)
-        found = [desk.dq.to(far.dtype) for desk in desks]
-        come_back(plan, talk, "backward", [far], [found], [own.dk, own.dv], list(their_gradients))
-    return Gradients(own.dq.add_(far) if plan.near else far, own.dk, own.dv)
+        found = go_backward(Trip(journey, plan.between, talk), desks, keys[0].at_desks[0], keys[1].at_desks[0])
+        dq = torch.zeros(q.shape, dtype=q.dtype if plan.is_final else own.dq.dtype, device=q.device)
+        columns = [_of_queries(plan, dq, [desk.dq.to(dq.dtype) for desk in desks])]
+        columns += [_of_keys(plan, mine, [theirs]) for mine, theirs in zip((own.dk, own.dv), found, strict=True)]
+        come_back(plan, talk, "backward", columns)
+    return Gradients(own.dq.add_(dq) if plan.near else dq, own.dk, own.dv)
 
 
-def _answers(plan: ByHeads, q: Tensor) -> list[Tensor]:
-    """Room for out and lse (with one more dimension), of rows that saw nothing: rounded if that is all there is."""
-    nothing = nothing_seen(q)
-    lse = nothing.lse.mT.unsqueeze(-1)
-    if not plan.is_final:
-        return [nothing.out, lse.contiguous()]
-    return [nothing.out.to(q.dtype), lse.to(accumulator_dtype(q.dtype)).contiguous()]
+def _nothing_answered(plan: ByHeads, q: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse (with one more dimension) of rows that saw nothing: rounded where desks see all there is."""
+    out, lse = nothing_seen(q)
+    lse = lse.mT.unsqueeze(-1)
+    if plan.is_final:
+        out, lse = out.to(q.dtype), lse.to(accumulator_dtype(q.dtype))
+    return out, lse.contiguous()
 
 
-def _as(seen: Partial, like: Sequence[Tensor]) -> list[Tensor]:
-    return [seen.out.to(like[0].dtype), seen.lse.mT.unsqueeze(-1).to(like[1].dtype)]
+def _like(seen: Partial, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    return seen.out.to(out.dtype), seen.lse.mT.unsqueeze(-1).to(lse.dtype)
 
 
-def _columns(upstream: Upstream) -> list[Tensor]:
+def _as_columns(upstream: Upstream) -> list[Tensor]:
     """dout and out, and as columns lse and its gradient, which every rank sends alike, whether it has one or not."""
     dout, dlse, out, lse = upstream
     dlse = torch.zeros_like(lse) if dlse is None else dlse
     return [dout, out, lse.mT.unsqueeze(-1), dlse.to(lse.dtype).mT.unsqueeze(-1)]
 
 
-def _upstream(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor) -> Upstream:
-    has_gradient = bool(dlse.any())
-    return Upstream(dout, dlse.squeeze(-1).mT if has_gradient else None, out, lse.squeeze(-1).mT)
-
-
-def _sums(x: Tensor) -> Tensor:
-    return no_gradients(x, x[:, :0]).dq
+def _backward_desk(
+    journey: Journey, kv_heads: slice, q: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor
+) -> BackwardDesk:
+    gradient_of_lse = dlse.squeeze(-1).mT if dlse.any() else None  # kernels are faster without
+    upstream = Upstream(dout, gradient_of_lse, out, lse.squeeze(-1).mT)
+    return BackwardDesk(journey.kernel, journey.scale, q, upstream, no_gradients(q, q[:, :0]).dq, kv_heads)
 
 
 # --------------------------------------------------------------------------------------- changing places
 
 
+class Column(NamedTuple):
+    """One tensor in both of its places: a rank's rows of all heads, and all rows of the heads of its desks."""
+
+    deliveries: Callable[[int, int], Delivery]  # what goes from a rank to another's desks
+    at_home: Tensor
+    at_desks: list[Tensor]
+    heads: list[range]  # of each desk
+    adds_up: bool  # whether several desks find a part of the same row
+
+    def room(self, delivery: Delivery) -> Tensor:
+        return self.at_home.new_empty(delivery.vectors * self.at_home.shape[3])
+
+    def leaving_home(self, delivery: Delivery) -> Tensor:
+        return torch.cat([self._home(piece).reshape(-1) for piece in delivery.pieces])
+
+    def leaving_desks(self, delivery: Delivery) -> Tensor:
+        return torch.cat([self._desk(piece).reshape(-1) for piece in delivery.pieces])
+
+    def seat(self, delivery: Delivery, flat: Tensor) -> None:
+        for piece, part in _parts(flat, delivery.pieces):
+            self._desk(piece).copy_(part)
+
+    def accept(self, delivery: Delivery, flat: Tensor) -> None:
+        for piece, part in _parts(flat, delivery.pieces):
+            self._home(piece).add_(part) if self.adds_up else self._home(piece).copy_(part)
+
+    def _home(self, piece: Piece) -> Tensor:
+        return self.at_home[_slice(piece.batch), _slice(piece.rows), _slice(piece.heads)]
+
+    def _desk(self, piece: Piece) -> Tensor:
+        heads = _slice(piece.heads, self.heads[piece.desk])
+        return self.at_desks[piece.desk][_slice(piece.batch), _slice(piece.at), heads]
+
+
+def _of_queries(plan: ByHeads, x: Tensor, at_desks: list[Tensor] | None = None) -> Column:
+    """x [batch, rows, query heads, d], and what desks have of it, or room for that."""
+    made = [_zeros(x, size(desk.queries), desk.heads) for desk in plan.desks] if at_desks is None else at_desks
+    return Column(plan.queries, x, made, [desk.heads for desk in plan.desks], adds_up=False)
+
+
+def _of_keys(plan: ByHeads, x: Tensor, at_desks: list[Tensor] | None = None) -> Column:
+    """x [batch, rows, kv heads, d]; all desks of a rank share what it has of that."""
+    made = [_zeros(x, plan.key_rows, plan.kv_heads)] if at_desks is None else at_desks
+    return Column(plan.keys, x, made, [plan.kv_heads], adds_up=True)
+
+
+def _zeros(x: Tensor, rows: int, heads: range) -> Tensor:
+    return x.new_zeros(x.shape[0], rows, len(heads), x.shape[3])
+
+
 class Leaving:
     """Rows on their way to the desks that ask for them."""
 
-    def __init__(
-        self, plan: ByHeads, talk: Conversation, phase: str, queries: Sequence[Tensor], keys: Sequence[Tensor]
-    ) -> None:
-        self._plan, self._queries, self._keys = plan, queries, keys
+    def __init__(self, plan: ByHeads, talk: Conversation, phase: str, columns: Sequence[Column]) -> None:
+        self._rank, self._columns = plan.rank, columns
         sends = [
-            (other, _packed(x, delivery.pieces))
-            for other in plan.others
-            for delivery, tensors in self._between(plan.rank, other)
-            for x in tensors
+            (other, c.leaving_home(given)) for other in plan.others for c, given in _some(columns, plan.rank, other)
         ]
         self._expected = [
-            (delivery, [_room(x, delivery) for x in tensors])
-            for other in plan.others
-            for delivery, tensors in self._between(other, plan.rank)
+            (c, given, c.room(given)) for other in plan.others for c, given in _some(columns, other, plan.rank)
         ]
-        receives = [(delivery.sender, flat) for delivery, flats in self._expected for flat in flats]
+        receives = [(given.sender, flat) for _, given, flat in self._expected]
         self._pending = _post(talk, sends, receives, f"{phase}, rows to the ranks that compute their heads")
 
-    def _between(self, sender: int, receiver: int) -> list[tuple[Delivery, Sequence[Tensor]]]:
-        both = (self._plan.queries(sender, receiver), self._queries), (self._plan.keys(sender, receiver), self._keys)
-        return [(delivery, tensors) for delivery, tensors in both if delivery.pieces]
-
-    def arrived(self) -> tuple[list[list[Tensor]], list[Tensor]]:
-        """(every query-like tensor by desk, every key-like tensor)."""
-        plan = self._plan
-        by_desk = [[_at_desk(x, size(desk.queries), desk.heads) for desk in plan.desks] for x in self._queries]
-        together = [_at_desk(x, plan.key_rows, plan.kv_heads) for x in self._keys]
-        for delivery, tensors in self._between(plan.rank, plan.rank):
-            self._seat(delivery, [_packed(x, delivery.pieces) for x in tensors], by_desk, together)
+    def take_seats(self) -> None:
+        for column, own in _some(self._columns, self._rank, self._rank):
+            column.seat(own, column.leaving_home(own))
         if self._pending is not None:
             self._pending.wait()
-        for delivery, flats in self._expected:
-            self._seat(delivery, flats, by_desk, together)
-        return by_desk, together
-
-    def _seat(
-        self, delivery: Delivery, flats: Sequence[Tensor], by_desk: list[list[Tensor]], together: list[Tensor]
-    ) -> None:
-        for number, flat in enumerate(flats):
-            for piece, part in _parts(flat, delivery.pieces):
-                if delivery.kind == "queries":
-                    into, heads = by_desk[number][piece.desk], self._plan.desks[piece.desk].heads
-                else:
-                    into, heads = together[number], self._plan.kv_heads
-                _place(into, piece, piece.at, heads).copy_(part)
+        for column, given, flat in self._expected:
+            column.seat(given, flat)
 
 
-def come_back(
-    plan: ByHeads,
-    talk: Conversation,
-    phase: str,
-    rows: Sequence[Tensor],
-    found_rows: Sequence[Sequence[Tensor]],
-    keys: Sequence[Tensor],
-    found_keys: Sequence[Tensor],
-) -> None:
-    """What desks found goes to where the rows came from: of queries it is placed, of keys it is added up."""
-
-    def between(owner: int, desk: int) -> list[tuple[Delivery, Sequence[Tensor], Sequence[object]]]:
-        both = (plan.queries(owner, desk), rows, found_rows), (plan.keys(owner, desk), keys, found_keys)
-        return [(delivery, mine, found) for delivery, mine, found in both if delivery.pieces and mine]
-
-    def packed(delivery: Delivery, found: object) -> Tensor:
-        if delivery.kind == "queries":
-            assert isinstance(found, (list, tuple))
-            parts = [_place(found[p.desk], p, p.at, plan.desks[p.desk].heads).reshape(-1) for p in delivery.pieces]
-        else:
-            assert isinstance(found, Tensor)
-            parts = [_place(found, p, p.at, plan.kv_heads).reshape(-1) for p in delivery.pieces]
-        return torch.cat(parts)
-
-    def accept(delivery: Delivery, mine: Tensor, flat: Tensor) -> None:
-        for piece, part in _parts(flat, delivery.pieces):
-            place = _place(mine, piece, piece.rows, range(mine.shape[2]))
-            place.copy_(part) if delivery.kind == "queries" else place.add_(part)
-
-    sends = [
-        (other, packed(delivery, x))
-        for other in plan.others
-        for delivery, _, found in between(other, plan.rank)
-        for x in found
-    ]
-    expected = [
-        (delivery, mine, [_room(x, delivery) for x in mine])
-        for other in plan.others
-        for delivery, mine, _ in between(plan.rank, other)
-    ]
-    receives = [(delivery.receiver, flat) for delivery, _, flats in expected for flat in flats]
+def come_back(plan: ByHeads, talk: Conversation, phase: str, columns: Sequence[Column]) -> None:
+    """What desks found goes to where the rows came from."""
+    sends = [(other, c.leaving_desks(lent)) for other in plan.others for c, lent in _some(columns, other, plan.rank)]
+    expected = [(c, lent, c.room(lent)) for other in plan.others for c, lent in _some(columns, plan.rank, other)]
+    receives = [(lent.receiver, flat) for _, lent, flat in expected]
     pending = _post(talk, sends, receives, f"{phase}, what was found for the rows of each rank")
-    for delivery, mine, found in between(plan.rank, plan.rank):
-        for x, y in zip(mine, found, strict=True):
-            accept(delivery, x, packed(delivery, y))
+    for column, own in _some(columns, plan.rank, plan.rank):
+        column.accept(own, column.leaving_desks(own))
     if pending is not None:
         pending.wait()
-    for delivery, mine, flats in expected:
-        for x, flat in zip(mine, flats, strict=True):
-            accept(delivery, x, flat)
+    for column, lent, flat in expected:
+        column.accept(lent, flat)
+
+
+def _some(columns: Sequence[Column], owner: int, desk: int) -> list[tuple[Column, Delivery]]:
+    """What of each column an owner gives to a rank's desks, where it gives anything."""
+    found = ((column, column.deliveries(owner, desk)) for column in columns)
+    return [(column, delivery) for column, delivery in found if delivery.pieces]
 
 
 def _post(
     talk: Conversation, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], what: str
 ) -> Pending | None:
     return talk.post(sends, receives, what=what) if sends or receives else None
-
-
-def _at_desk(x: Tensor, rows: int, heads: range) -> Tensor:
-    return x.new_zeros(x.shape[0], rows, len(heads), x.shape[3])
-
-
-def _room(x: Tensor, delivery: Delivery) -> Tensor:
-    return x.new_empty(delivery.vectors * x.shape[3])
-
-
-def _packed(x: Tensor, pieces: tuple[Piece, ...]) -> Tensor:
-    return torch.cat([_place(x, piece, piece.rows, range(x.shape[2])).reshape(-1) for piece in pieces])
 
 
 def _parts(flat: Tensor, pieces: tuple[Piece, ...]) -> list[tuple[Piece, Tensor]]:
@@ -237,12 +213,8 @@ def _parts(flat: Tensor, pieces: tuple[Piece, ...]) -> list[tuple[Piece, Tensor]
     ]
 
 
-def _place(x: Tensor, piece: Piece, rows: range, heads: range) -> Tensor:
-    """The piece's part of x, whose rows are numbered from 0 and whose heads are `heads`."""
-    return x[_slice(piece.batch), _slice(rows), _slice(piece.heads, heads)]
-
-
 def _slice(r: range, within: range = range(1)) -> slice:
+    """A range as a slice, counted from where `within` begins."""
     first = r.start - within.start
     return slice(first, first + (len(r) - 1) * r.step + 1 if r else first, r.step)
 
