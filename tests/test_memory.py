@@ -99,3 +99,32 @@ def test_the_ledger_agrees_with_the_allocator():
         out, lse = lr.attention(*keep, return_lse=True)
         del out, lse
     assert sim.peak_bytes[0] == pytest.approx(peak.bytes, rel=0.15)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "bidirectional"])
+def test_what_a_rank_of_a_ring_holds_falls_as_one_over_p(schedule):
+    """Its own rows, two visiting blocks, and in the backward their gradients: the same number of shards for any p.
+
+    With one head a tile's gradients, before they are added up, are as large as a shard's: up to three more.
+    """
+    x = [torch.randn(1, 2048, 1, 64, requires_grad=True) for _ in range(3)]
+    shares = {ranks: shards_held(x, schedule, ranks) for ranks in (2, 4, 8, 16)}
+    for forward, backward in shares.values():
+        assert forward < 10
+        assert backward < 22
+    for at_4, at_16 in zip(shares[4], shares[16], strict=True):
+        assert at_16 < 1.1 * at_4
+
+
+def test_what_a_rank_of_a_gather_holds_does_not():
+    x = [torch.randn(1, 2048, 1, 64, requires_grad=True) for _ in range(3)]
+    forward, backward = shards_held(x, "gather", 16)
+    assert forward > 2 * 16  # K and V of everybody
+    assert backward > 4 * 16  # and their gradients
+
+
+def shards_held(x, schedule, ranks):
+    """(forward, backward): the most bytes of a rank, in units of its part of q."""
+    sim = lr.simulate(*x, ranks=ranks, schedule=schedule, layout="zigzag")
+    sim.out.backward(torch.ones_like(sim.out))
+    return tuple(max(costs.peak_bytes) / (x[0].nbytes / ranks) for costs in (sim.forward, sim.backward))
