@@ -77,6 +77,7 @@ class Mute:
 
     def __init__(self, real: Transport) -> None:
         self.rank, self.size, self.node_ranks = real.rank, real.size, real.node_ranks
+        self.members, self.decline = real.members, real.decline
         self._filled: set[int] = set()
 
     def converse(self, terms: Terms, *, timeout: float | None = None) -> Mute:
@@ -110,6 +111,7 @@ class Recorder:
 
     def __init__(self, real: Transport) -> None:
         self.rank, self.size, self.node_ranks = real.rank, real.size, real.node_ranks
+        self.members, self.decline = real.members, real.decline
         self._real = real
         self.heard: list[tuple[Terms, list[Event]]] = []
 

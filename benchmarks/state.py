@@ -1,6 +1,7 @@
 """What a rank holds: peak bytes of a forward and a backward by the allocator's events, on 1 to 8 real processes.
 
 python benchmarks/state.py > docs/records/state.json
+python benchmarks/state.py --table < docs/records/state.json > docs/state.md
 """
 
 from __future__ import annotations
@@ -33,7 +34,38 @@ def held(schedule: str, n: int) -> dict[str, int]:
     return {"forward": forward.bytes, "backward": kept + backward.bytes}
 
 
+PAGE = """# What a rank holds
+
+Most bytes on the fullest rank, its own q, k, v, out and gradients included, in units of its part of q; so a number that
+stays the same from line to line falls as 1/p. Written by `benchmarks/state.py`: {shapes}; {what}
+({versions}, commit {commit}).
+
+| schedule | ranks | MiB forward | MiB backward | parts of q forward | parts of q backward |
+|---|---|---|---|---|---|
+{rows}
+
+A ring holds its own rows, the block it computes with and the one that is arriving, and in the backward float32
+gradients of what it computes with, of what arrives and of what leaves; one rank alone needs none of these. Gather holds
+all keys and values, and in the backward all their gradients: O(n), whatever p is.
+"""
+
+
+def page(record: dict[str, Any]) -> str:
+    rows = []
+    for run in record["runs"]:
+        held, parts = run["bytes of the fullest rank"], run["in units of its q"]
+        sizes = [f"{held[phase] / 2**20:.1f}" for phase in ("forward", "backward")]
+        sizes += [f"{parts[phase]:.1f}" for phase in ("forward", "backward")]
+        rows.append(f"| {run['schedule']} | {run['ranks']} | {' | '.join(sizes)} |")
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    facts = {key: record[key] for key in ("shapes", "what", "commit")}
+    return PAGE.format(rows="\n".join(rows), versions=versions, **facts)
+
+
 def main() -> None:
+    if "--table" in sys.argv:
+        sys.stdout.write(page(json.load(sys.stdin)))
+        return
     n = int(sys.argv[1]) if len(sys.argv) > 1 else N
     runs: list[dict[str, Any]] = []
     for schedule in ("ring", "bidirectional", "gather"):

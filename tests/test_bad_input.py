@@ -416,3 +416,11 @@ def test_simulate_refuses_what_is_not_built():
 def test_documents_beside_a_pattern_with_others():
     with pytest.raises(lr.LayoutError, match="documents are"):
         lr.Sharding(8, layout="dealt", documents=[0, 4, 8], pattern=lr.Dense(documents=[0, 2, 8]))
+
+
+def test_one_process_is_not_called_a_rank():
+    x = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(lr.ArgumentError, match=r"^scale must be a finite number"):
+        lr.attention(x, x, x, scale="x")
+    with pytest.raises(lr.LayoutError, match=r"^layout must be one of"):
+        lr.Sharding(4, layout="spiral")

@@ -398,3 +398,28 @@ def test_a_rank_with_rows_and_nothing_to_compute_gets_its_answers(schedule):
     results = run_ranks(4, program, node_ranks=2)
     assert torch.allclose(results[3][0], lr.attention(*x))
     assert all(torch.allclose(gradient, want) for _, gradient in results)
+
+
+def test_the_output_may_be_written_into():
+    q, k, v = (torch.randn(1, 8, 2, 4, requires_grad=True) for _ in range(3))
+    for pattern in (lr.Dense(), lr.Dense(causal=False), lr.Dilated([4, 8], [1, 2])):
+        for kernel in KERNELS:
+            out, lse = lr.attention(q, k, v, pattern=pattern, kernel=kernel, return_lse=True)
+            want = out.detach() + 1
+            out += 1
+            lse.mul_(2)
+            assert torch.equal(out, want)
+
+
+def test_keys_of_another_world_are_refused():
+    def program(group):
+        mine = lr.Sharding(8, group, "contiguous")
+
+        def other(stranger):
+            x = torch.zeros(1, 4, 1, 4)
+            return lr.attention(x, x, x, sharding=mine, kv_sharding=lr.Sharding(8, stranger, "contiguous"))
+
+        return run_ranks(2, other)
+
+    with pytest.raises(lr.LayoutError, match="kv_sharding is over ranks"):
+        run_ranks(2, program)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from .errors import NotBuilt
@@ -15,6 +18,8 @@ from .kernels.contract import Gradients, Upstream
 from .numerics.online_softmax import Partial, accumulator_dtype
 from .schedules.gather import collect, take_rows
 from .transport.contract import Transport
+
+T = TypeVar("T")
 
 
 class Job(Protocol):
@@ -33,6 +38,7 @@ class ExactAttention(torch.autograd.Function):
         with _full_precision(q):
             total = job.forward(q, k, v)
         out, lse = total.out.to(q.dtype), total.lse.to(accumulator_dtype(q.dtype))  # rounded once, here
+        out, lse = _as_its_own(out), _as_its_own(lse)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         ctx.job = job
@@ -50,6 +56,23 @@ class ExactAttention(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: what depends on q, k and v must not pass for constant
             gradients = OnlyOnce.apply(*gradients, q, k, v)
         return *gradients, None
+
+
+def _as_its_own(x: Tensor) -> Tensor:
+    """The same memory, not seen as a view of it: autograd refuses to write into views that a function returns."""
+    if not x._is_view():
+        return x
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(
+        x.untyped_storage(), x.storage_offset(), x.shape, x.stride()
+    )
+
+
+def not_compiled(function: Callable[..., T]) -> Callable[..., T]:
+    """The function as it is, which torch.compile then leaves alone: plans and messages are not for tracing.
+
+    Where nobody has loaded the compiler nobody compiles, and loading it takes seconds.
+    """
+    return _disable_dynamo(function) if "torch._dynamo" in sys.modules else function
 
 
 class OnlyOnce(torch.autograd.Function):
@@ -74,6 +97,7 @@ class Others(NamedTuple):
 
     transport: Transport
     shards: tuple[Shard, ...]
+    dim: int  # of tokens, in the caller's tensor
     timeout: float | None
 
 
@@ -109,6 +133,12 @@ def _whole(x: Tensor, others: Others | None, what: str) -> Tensor:
     if others is None:
         return x.clone()
     shape = [*x.shape[:1], *x.shape[2:]]
-    terms = {"call": what, "dtype": x.dtype, "shape of a token": shape, "how tokens are dealt": others.shards}
+    terms = {
+        "call": what,
+        "dtype": x.dtype,
+        "dim": others.dim,
+        "shape of a token": shape,
+        "how tokens are dealt": others.shards,
+    }
     with others.transport.converse(terms, timeout=others.timeout) as talk:
         return collect(others.transport, talk, [x], others.shards, what=what)[0]

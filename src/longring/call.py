@@ -85,11 +85,16 @@ class Call:
         return SCHEDULES[self.schedule.name].backward(self.journey, upstream, q, k, v)
 
 
-def prepare(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> Call:
-    """Refuse what cannot be honoured, choose what was left to `auto`."""
+def prepare(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options, *, dry: bool = False) -> Call:
+    """Refuse what cannot be honoured, choose what was left to `auto`. A dry call will not be made by anybody."""
     transport = _transport(options)
-    with naming_rank(transport.rank, transport.size):
-        return _prepare(q, k, v, pattern, options, transport)
+    try:
+        with naming_rank(transport.rank, transport.size):
+            return _prepare(q, k, v, pattern, options, transport)
+    except ArgumentError as error:
+        if not dry:
+            transport.decline(error)
+        raise
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options, transport: Transport) -> Call:
@@ -168,6 +173,9 @@ def _shardings(q: Tensor, k: Tensor, options: Options) -> tuple[Sharding, Shardi
         raise ArgumentError(f"kv_sharding must be a longring.Sharding, got {keys!r}")
     if keys.ranks != queries.ranks or keys.rank != queries.rank:
         raise LayoutError(f"kv_sharding is over {keys.ranks} ranks and sharding over {queries.ranks}; use one group")
+    if keys.transport.members != queries.transport.members:
+        mine, theirs = queries.transport.members, keys.transport.members
+        raise LayoutError(f"kv_sharding is over ranks {list(theirs)} of the world and sharding over {list(mine)}")
     for name, x, sharding in (("q", q, queries), ("k", k, keys)):
         if x.shape[1] != sharding.local_length:
             raise LayoutError(

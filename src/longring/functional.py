@@ -7,7 +7,7 @@ from typing import Any, Literal, Required, TypedDict, Unpack, overload
 
 from torch import Tensor
 
-from .autograd import ExactAttention
+from .autograd import ExactAttention, not_compiled
 from .call import Choice, Options, prepare, refuse_unbuilt
 from .errors import ArgumentError
 from .geometry.patterns import Dense, Dilated, Pattern
@@ -89,8 +89,12 @@ def attention(
     options = Options(
         sharding, kv_sharding, group, layout, query_offset, schedule, kernel, scale, deterministic, timeout
     )
-    out, lse = ExactAttention.apply(q, k, v, prepare(q, k, v, pattern, options))  # type: ignore[misc]
+    out, lse = not_compiled(_attend)(q, k, v, pattern, options)
     return (out, lse) if return_lse else out
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> tuple[Tensor, Tensor]:
+    return ExactAttention.apply(q, k, v, prepare(q, k, v, pattern, options))  # type: ignore[return-value]
 
 
 class RingOptions(CallOptions, total=False):
@@ -198,7 +202,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = CAUSAL, **opt
     options.pop("return_lse", None)
     unknown = {name: value for name, value in options.items() if name not in Options._fields}
     refuse_unbuilt("explain", unknown)
-    call = prepare(q, k, v, pattern, Options(**options))
+    call = prepare(q, k, v, pattern, Options(**options), dry=True)
     journey = call.journey
     runs = runs_over_sources(journey.task, journey.transport.rank)
     return Explanation(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .autograd import GatherShards, Others, TakeShard
+from .autograd import GatherShards, Others, TakeShard, not_compiled
 from .errors import ArgumentError, LayoutError, PatternError, naming_rank
 from .geometry.layouts import LAYOUTS, Layout, Shard, deal, from_ranges
 from .geometry.patterns import Pattern, clean_documents
@@ -117,9 +117,10 @@ class Sharding:
         return self._along(dim, GatherShards, x, timeout)
 
     def _along(self, dim: int, function: Any, x: Tensor, timeout: float | None) -> Tensor:
-        others = None if self.ranks == 1 else Others(self.transport, self.shards, check_timeout(timeout))
+        others = None if self.ranks == 1 else Others(self.transport, self.shards, dim % x.ndim, check_timeout(timeout))
         rows = x.movedim(dim, 0).unsqueeze(0)
-        return function.apply(rows, others, self.shards[self.rank]).squeeze(0).movedim(0, dim).contiguous()
+        found = not_compiled(_applied)(function, rows, others, self.shards[self.rank])
+        return found.squeeze(0).movedim(0, dim).contiguous()
 
     def _check(self, x: Tensor, dim: int, want: int, what: str) -> None:
         if not isinstance(x, Tensor) or type(dim) is not int or not -x.ndim <= dim < x.ndim:
@@ -150,6 +151,10 @@ class Sharding:
         if documents is not None and any(row[-1] != self.length for row in documents):
             raise LayoutError(f"documents must end at length {self.length}, got {documents}")
         return deal(self.layout, self.length, self.ranks, documents=documents, align=self.align)
+
+
+def _applied(function: Any, *args: Any) -> Tensor:
+    return function.apply(*args)
 
 
 def _spoken(x: object) -> str:

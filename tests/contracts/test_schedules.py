@@ -23,7 +23,7 @@ class Watched:
 
     def __init__(self, transport):
         self.transport, self.rank, self.size = transport, transport.rank, transport.size
-        self.node_ranks = transport.node_ranks
+        self.node_ranks, self.members, self.decline = transport.node_ranks, transport.members, transport.decline
         self.timeouts, self.under_way = [], 0
 
     def converse(self, terms, *, timeout=None):

@@ -71,3 +71,34 @@ def test_rows_that_see_nothing_are_not_taken_for_overflow():
     out, lse = lr.attention(q, k, v, pattern=lr.Dense(window=(2, 0), lengths=[10]), return_lse=True)
     assert (lse[:, :, 13:] == -torch.inf).all()
     out.sum().backward()
+
+
+@every_kernel
+def test_the_row_is_numbered_in_the_tensor_and_not_in_the_tile(kernel):
+    """Row 20 of the second document, whose tile begins at 16."""
+    q, k, v = tensors()
+    with torch.no_grad():
+        k[0, 20, 1, 3] = torch.nan
+    with pytest.raises(lr.NotFinite, match=r"already in k \(row 20 here\)"):
+        lr.attention(q, k, v, pattern=lr.Dense(documents=[0, 16, 24]), kernel=kernel)
+
+
+@every_kernel
+def test_a_gradient_of_the_values_alone_that_overflows_is_named(kernel):
+    """Values of 0 leave dq and dk at 0, and the first key's weights add up to more than 1."""
+    q, k, v = tensors()
+    with torch.no_grad():
+        q.zero_()
+        v.zero_()
+    out = lr.attention(q, k, v, kernel=kernel)
+    with pytest.raises(lr.NotFinite, match=r"backward.* nan or inf in dq, dk or dv .*finite"):
+        out.backward(torch.full_like(out, 3e38))
+
+
+@pytest.mark.parametrize("value", ["", "0"])
+def test_without_it_nothing_is_looked_at(monkeypatch, value):
+    monkeypatch.setenv("LONGRING_DEBUG", value)
+    q, k, v = tensors()
+    with torch.no_grad():
+        k[0, 9] = torch.nan
+    assert lr.attention(q, k, v, kernel="reference").isnan().any()

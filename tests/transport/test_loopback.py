@@ -80,6 +80,8 @@ def test_a_letter_is_read_when_its_receiver_waits_so_overwriting_early_is_caught
     def program(transport, patient):
         if transport.rank == 1:
             buffer = numbers(0)
+            if not patient:
+                assert overwritten.wait(60)
             talk(transport).post([], [(0, buffer)], what="a letter").wait()
             return buffer.item()
         sent = numbers(1)
@@ -87,9 +89,11 @@ def test_a_letter_is_read_when_its_receiver_waits_so_overwriting_early_is_caught
         if patient:
             pending.wait()
         sent.fill_(-1)
+        overwritten.set()
         pending.wait()
         return None
 
+    overwritten = threading.Event()
     assert run_ranks(2, lambda transport: program(transport, patient=True))[1] == 1
     assert run_ranks(2, lambda transport: program(transport, patient=False))[1] == -1
 

@@ -39,7 +39,7 @@ class Desk(NamedTuple):
 # -------------------------------------------------------------------------------------- who computes what
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def desks(task: Task, queries: Shard, inner: int, place: int) -> tuple[Desk, ...]:
     """The desks of one of `inner` ranks that hold these queries together."""
     common = gcd(task.heads, inner)
@@ -161,7 +161,7 @@ class _BetweenNodes(Itinerary):
 _tiles_of_all_heads = lru_cache(maxsize=64)(tiles_of)  # the same for every rank with the same rows
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=512)
 def _tiles_at(task: Task, desk: Desk, keys: Shard) -> tuple[Tile, ...]:
     """Tiles of the desk's heads alone, its first kv head numbered 0."""
     found: list[Tile] = []
@@ -388,6 +388,6 @@ def _matching(rows: range, at: range, both: range) -> range:
     return range(first, last + 1, max(1, both.step // at.step * rows.step))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def by_heads(task: Task, rank: int, inner: int) -> ByHeads:
     return ByHeads(task, rank, inner)

@@ -167,7 +167,7 @@ class Lane:
         return Parcel(stride * sender + first, stride * receiver + first, owner, shares, kind) if shares else None
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=1024)
 def _tiles_between(task: Task, target: int, source: int) -> tuple[Tile, ...]:
     """Where limits alone decide, a few runs speak for thousands of ranks; elsewhere only this pair is cut."""
     if task.pattern.only_limits is None:
@@ -272,13 +272,13 @@ class Itinerary(Sequence[Step]):
         return Post(tuple(sends), tuple(receives), step + 1) if sends or receives else None
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def ring(task: Task, rank: int) -> Itinerary:
     """From neighbour to neighbour, the way round on which less has to go far."""
     return Itinerary(rank, _ring_lanes(task))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def bidirectional(task: Task, rank: int) -> Itinerary:
     """Early rows up, late rows down, so that each link carries half in each direction.
 
@@ -287,13 +287,13 @@ def bidirectional(task: Task, rank: int) -> Itinerary:
     return Itinerary(rank, _lanes_both_ways(task))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def double_ring(task: Task, rank: int, node_ranks: int) -> Itinerary:
     """Rings inside nodes, a ring between them."""
     return Itinerary(rank, _double_ring_lanes(task, node_ranks))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def exchange(task: Task, rank: int) -> Itinerary:
     """Needed rows only, directly from their owner; their gradients go straight back."""
     return Itinerary(rank, _direct_lanes(task))
@@ -403,6 +403,6 @@ class Gathering:
         return ((HOME, Parcel(sender, receiver, owner, (share,), kind)),)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def gather(task: Task, rank: int) -> Gathering:
     return Gathering(task, rank)

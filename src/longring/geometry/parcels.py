@@ -43,7 +43,7 @@ class Parcel(NamedTuple):
         return _frame(self.shares)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def _frame(shares: tuple[Share, ...]) -> range:
     parts = [r for share in shares for r in share.rows]
     first, last = min(r[0] for r in parts), max(r[-1] for r in parts)
@@ -82,13 +82,13 @@ class Delivery(NamedTuple):
         return Delivery(self.receiver, self.sender, self.pieces, kind)
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=1024)
 def needed(tiles: tuple[Tile, ...]) -> tuple[Share, ...]:
     """The key rows that some tile names, each once for all tiles, batch row by batch row and head by head."""
     return _named((tile, {moved(tile.cols, i * tile.repeat.cols) for i in range(tile.repeat.count)}) for tile in tiles)
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=1024)
 def asking(tiles: tuple[Tile, ...]) -> tuple[Share, ...]:
     """The query rows that some tile names, likewise; of every query head of these kv heads."""
     return _named((tile, {moved(tile.rows, i * tile.repeat.rows) for i in range(tile.repeat.count)}) for tile in tiles)

@@ -72,14 +72,14 @@ def tiles_of(task: Task, queries: Shard, keys: Shard) -> tuple[Tile, ...]:
     return cut_tiles(task.pattern.groups(task.problem, positions), positions, keys)
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=512)
 def runs_over_sources(task: Task, target: int) -> tuple[Run, ...]:
     """What `target` computes with the keys of every rank, as runs of ranks."""
     twin = _twin(task.queries.shards[target], task.keys, task.problem.offset)
     return tuple(_runs(task, task.keys, twin, lambda source: (target, source)))
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=512)
 def runs_over_targets(task: Task, source: int) -> tuple[Run, ...]:
     """What every rank computes with the keys of `source`, as runs of ranks."""
     twin = _twin(task.keys.shards[source], task.queries, -task.problem.offset)

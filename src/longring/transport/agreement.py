@@ -106,7 +106,10 @@ class Agreement:
 def difference(said: Mapping[int, Mapping[str, str]], size: int) -> str | None:
     """Who differs from most, and in what; None if nobody does. `said` are each rank's terms."""
     names = list(dict.fromkeys(name for terms in said.values() for name in terms))
-    odd = [text for name in names if (text := _odd_ones(name, said))]
+    differing = {name: text for name in names if (text := _odd_ones(name, said))}
+    if "call" in differing:  # then nothing else can be compared
+        differing = {"call": differing["call"]}
+    odd = sorted(differing.values(), key=len)  # plain numbers come first
     if not odd:
         return None
     silent = sorted(set(range(size)) - set(said))

@@ -10,6 +10,10 @@ class Alone:
     rank = 0
     size = 1
     node_ranks = 1
+    members = (0,)
+
+    def decline(self, error: Exception) -> None:
+        return None
 
     def converse(self, terms: Terms, *, timeout: float | None = None) -> Alone:
         return self

@@ -48,13 +48,18 @@ class Board:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         shared = dist.distributed_c10d._get_process_group_store(group)
-        place = f"longring/{group.group_name}"
+        place = f"longring/{group.group_name}/{self._life(shared, group.group_name)}"
         self._shared = dist.PrefixStore(place, shared)
         # a connection of its own is not held up by others' waits, but a slow name server may hold up its opening
         self._own = send_carrier(lambda _: dist.PrefixStore(place, _reconnected(shared)))
         self._asked: Errand[Any] | None = None
         self.host = self.rank if _is_hosted_here(shared) else None  # of the store, as far as this rank has heard
         self._guess = _usual_host(group, shared)
+
+    def _life(self, store: dist.Store, name: str) -> int:
+        """The how manieth group of this name it is: a world made anew on its old store must not find old verdicts."""
+        counted = send_carrier(lambda _: store.add(f"longring/{name}/lives of rank {self.rank}", 1))
+        return counted.join() if counted.is_over(within=PATIENCE) and counted.error is None else 0
 
     @property
     def likely_host(self) -> int | None:

@@ -53,6 +53,18 @@ class Transport(Protocol):
         """How many consecutive ranks are close to each other, as on one machine; a divisor of `size`."""
         ...
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Who the ranks are in the world that they are part of."""
+        ...
+
+    def decline(self, error: Exception) -> None:
+        """Take part in a call that this rank refuses to make, so that the others do not wait for it.
+
+        Returns within about a second. Where all ranks refuse, nothing happened.
+        """
+        ...
+
     def converse(self, terms: Terms, *, timeout: float | None = None) -> Conversation:
         """Begin one call, which every rank makes in the same order and on the same terms.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -28,6 +29,17 @@ class Lookout:
         self._beat = min(4.0, max(1.0, self._size / 256))
         self._beats = 0
         self._verdict: Verdict | None = None
+
+    @property
+    def is_broken(self) -> bool:
+        return self._verdict is not None
+
+    def say(self, words: dict[str, str], *, conversation: int, what: str) -> None:
+        """What this rank was asked to do, on the board, whether or not the store is there to take it."""
+        self._beats += 1
+        terms = {"the number of this call": str(conversation), **words}
+        with contextlib.suppress(BoardSilent):
+            self._board.leave(Note(self._beats, conversation, None, what, terms))
 
     def check(self) -> None:
         """Raise at once where the group is known to be broken."""
@@ -204,8 +216,9 @@ class Lookout:
         if verdict.kind == "mismatch":
             raise Disagreement(verdict.text + where)
         whom = "" if peer is None else f" for rank {peer}"
+        text = f"the others gave this rank up ({verdict.text})" if verdict.rank == self._rank else verdict.text
         raise PeerLost(
-            f"rank {self._rank} waited {waited:.1f} s{whom} ({wait.what}): {verdict.text}{where}",
+            f"rank {self._rank} waited {waited:.1f} s{whom} ({wait.what}): {text}{where}",
             rank=verdict.rank,
             phase_and_step=wait.what,
         )

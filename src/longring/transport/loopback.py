@@ -95,6 +95,13 @@ class Loopback:
     def node_ranks(self) -> int:
         return self._world.node_ranks
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        return (id(self._world), *range(self.size))  # the same ranks of another world are others
+
+    def decline(self, error: Exception) -> None:
+        """Nothing to do: the others learn of what a rank raises when they wait for it."""
+
     def converse(self, terms: Terms, *, timeout: float | None = None) -> _Talk:
         return _Talk(self, terms, timeout)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -28,6 +29,7 @@ from .lookout import Lookout
 from .streams import Crossing, crossing
 
 _CPU = torch.device("cpu")
+REFUSED = "an argument was refused"
 
 
 class ProcessGroupTransport:
@@ -42,7 +44,9 @@ class ProcessGroupTransport:
         self._record = FlightRecord(self._rank)
         self._board = Board(group)
         self._lookout = Lookout(self._board, self._record, self._close)
+        self._members = tuple(dist.get_process_group_ranks(group))
         self._conversations = 0
+        self._declined: Talk | None = None
         self._agreed: set[bytes] = set()  # fingerprints of calls that all ranks have made before
         self._last_posted = threading.Event()
         self._last_posted.set()
@@ -64,11 +68,43 @@ class ProcessGroupTransport:
     def __repr__(self) -> str:
         return f"ProcessGroupTransport(rank {self.rank} of {self.size})"
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self._members
+
+    def decline(self, error: Exception) -> None:
+        if self._lookout.is_broken or self._size == 1:
+            return
+        self._await_declined()
+        self._declined = self._begin({"call": REFUSED}, None)
+        self._declined.say(f"{REFUSED} ({error})")
+        if self._declined.is_answered(within=1.0):  # so that who ends now has been heard
+            with contextlib.suppress(TransportError):
+                self._await_declined()
+
+    def _await_declined(self) -> None:
+        """A call that was declined goes on beside the caller, and ends before the next begins."""
+        declined, self._declined = self._declined, None
+        if declined is not None:
+            with declined:
+                pass
+
     def converse(self, terms: Terms, *, timeout: float | None = None) -> Talk:
+        self._await_declined()
+        return self._begin(terms, timeout)
+
+    def _begin(self, terms: Terms, timeout: float | None) -> Talk:
         self._lookout.check()
+        self._check_group()
         self._conversations += 1
         facts = {**terms, "longring's version": _version(), "ranks of a node": self.node_ranks}
         return Talk(self, self._conversations, signed(facts), timeout)
+
+    def _check_group(self) -> None:
+        try:
+            dist.get_process_group_ranks(self._lines.group)
+        except (KeyError, ValueError, RuntimeError):
+            raise TransportError(f"rank {self.rank}: the group was destroyed; make a new one") from None
 
     @contextmanager
     def recording(self) -> Iterator[Journal]:
@@ -119,6 +155,16 @@ class Talk:
         transport._record.note("call", number=number, terms=signature.words)
         lines = transport._control_lines(self._timeout)
         self._greeting = send_carrier(Agreement(lines, transport._board, number, signature).reach)
+
+    def is_answered(self, within: float) -> bool:
+        """Whether it is known by now if all agree."""
+        return self._greeting.is_over(within)
+
+    def say(self, call: str) -> None:
+        """Leave on the board what this rank was asked to do, for others who will want to know."""
+        words = {**self._signature.words, "call": repr(call)}
+        self._signature = self._signature._replace(words=words)
+        self._transport._lookout.say(words, conversation=self._number, what=call)
 
     def post(self, sends: Sends, receives: Receives, *, what: str) -> InFlight:
         transport = self._transport

@@ -33,7 +33,10 @@ _made_for_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dis
 
 def _over_group(group: dist.ProcessGroup, node_ranks: int | None) -> ProcessGroupTransport:
     known = _over_groups.setdefault(group, {})
-    close = node_ranks_of(group) if node_ranks is None else node_ranks
+    try:
+        close = node_ranks_of(group) if node_ranks is None else node_ranks
+    except (KeyError, ValueError):
+        raise ArgumentError("group is not known to torch.distributed; was it destroyed? make a new one") from None
     if close not in known:
         known[close] = ProcessGroupTransport(group, close)
     return known[close]
