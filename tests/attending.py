@@ -59,6 +59,16 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return q, k, v, dout, torch.randn(2, HEADS, LENGTH, generator=generator)
 
 
+def tensors(batch, n_q, n_k, heads, kv_heads, d, dtype=torch.float64, seed=0):
+    """q, k, v, dout and dlse of any shape, the same for every dtype but for rounding."""
+    draw = torch.Generator().manual_seed(seed)
+    shapes = [(batch, n_q, heads, d), (batch, n_k, kv_heads, d), (batch, n_k, kv_heads, d)]
+    q, k, v = (torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes)
+    dout = torch.randn(shapes[0], generator=draw, dtype=torch.float64).to(dtype)
+    dlse = torch.randn(batch, heads, n_q, generator=draw, dtype=torch.float64)
+    return q, k, v, dout, dlse if dtype == torch.float64 else dlse.float()
+
+
 def sharding_of(case: Case, group: Any) -> lr.Sharding:
     documents = PATTERNS[case.pattern].documents if case.layout == "dealt" else None
     return lr.Sharding(LENGTH, group, case.layout, documents=documents)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import longring as lr
+from attending import tensors
 from longring.errors import RowsLeftOut
 from longring.schedules.select import SCHEDULES
 from longring.testing import Result, oracle
@@ -21,15 +22,6 @@ PATTERNS = {
     "near and far": lr.Dilated([8, 16, 64], [1, 2, 4]),
     "rows left out": lr.Dilated([16, 64], [2, 4], phase="block"),
 }
-
-
-def tensors(batch, n_q, n_k, heads, kv_heads, d, dtype=torch.float64, seed=0):
-    draw = torch.Generator().manual_seed(seed)
-    shapes = [(batch, n_q, heads, d), (batch, n_k, kv_heads, d), (batch, n_k, kv_heads, d)]
-    q, k, v = (torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes)
-    dout = torch.randn(shapes[0], generator=draw, dtype=torch.float64).to(dtype)
-    dlse = torch.randn(batch, heads, n_q, generator=draw, dtype=torch.float64)
-    return q, k, v, dout, dlse if dtype == torch.float64 else dlse.float()
 
 
 def play(q, k, v, dout, dlse, **options):

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import longring as lr
+from attending import tensors
 from longring.errors import RowsLeftOut
 from longring.geometry.patterns import Problem
 from longring.simulation import _dealt
@@ -28,15 +29,6 @@ PATTERNS = {
     "dilated mod": lr.Dilated([8, 16, 61], [1, 2, 4], causal=True),
     "dilated block": lr.Dilated([7, 20, 100], [1, 3, 5], causal=False, phase="block"),
 }
-
-
-def tensors(batch, n_q, n_k, heads, kv_heads, d, dtype=torch.float64, seed=0):
-    draw = torch.Generator().manual_seed(seed)
-    shapes = [(batch, n_q, heads, d), (batch, n_k, kv_heads, d), (batch, n_k, kv_heads, d)]
-    q, k, v = (torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes)
-    dout = torch.randn(shapes[0], generator=draw, dtype=torch.float64).to(dtype)
-    dlse = torch.randn(batch, heads, n_q, generator=draw, dtype=torch.float64)
-    return q, k, v, dout, dlse if dtype == torch.float64 else dlse.float()
 
 
 def play(q, k, v, dout, dlse=None, **options) -> tuple[Result, lr.simulation.Simulation]:  # type: ignore[name-defined]
