@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from .board import Board
 from .carriers import Errand
 from .contract import Terms
-from .lines import Letter, Lines, tag_of
+from .lines import Letter, Lines, Posted, tag_of
 
 _GREETING = struct.Struct("!16sqi?3x")  # fingerprint, conversation, who hosts the store, alarm
 _TAG = tag_of("longring greeting")
@@ -72,26 +72,33 @@ class Agreement:
     def __init__(self, lines: Lines, board: Board, conversation: int, signature: Signature) -> None:
         self._lines, self._board, self._rank, self._size = lines, board, board.rank, board.size
         self._conversation, self._signature = conversation, signature
+        self._hops = [1 << k for k in range((self._size - 1).bit_length())]
+
+    def greet(self) -> None:
+        """Write the first letter, and be ready for all that come."""
+        self._answers = [torch.empty(_GREETING.size, dtype=torch.uint8) for _ in self._hops]
+        receives = [self._letter(False, -hop, answer) for hop, answer in zip(self._hops, self._answers, strict=True)]
+        self._heard = self._lines.post(receives)
+        self._written = self._write(self._hops[:1])
 
     def reach(self, errand: Errand[None]) -> None:
         """In a carrier: return once every rank is known to agree; raise Differs as soon as one is known not to."""
-        hops = [1 << k for k in range((self._size - 1).bit_length())]
-        answers = [torch.empty(_GREETING.size, dtype=torch.uint8) for _ in hops]
-        heard = self._lines.post([self._letter(False, -hop, answer) for hop, answer in zip(hops, answers, strict=True)])
-        written = []
-        for number, hop in enumerate(hops):
-            written += self._lines.post([self._letter(True, hop, self._greeting(alarm=False))])
-            self._lines.wait(heard[number : number + 1], errand)
-            if not self._agrees(answers[number]):
-                alarm = [self._letter(True, later, self._greeting(alarm=True)) for later in hops[number + 1 :]]
-                self.unheard = self._lines.post(alarm), heard, written  # kept, or torch would call them back
+        for number, answer in enumerate(self._answers):
+            self._lines.wait(self._heard[number : number + 1], errand)
+            later = self._hops[number + 1 :]
+            if not self._agrees(answer):
+                self.unheard = self._write(later, alarm=True)  # kept, or torch would call them back
                 raise Differs
-        self._lines.wait(written, errand)
+            self._written += self._write(later[:1])
+        self._lines.wait(self._written, errand)
+
+    def _write(self, hops: Sequence[int], *, alarm: bool = False) -> list[Posted]:
+        return self._lines.post([self._letter(True, hop, self._greeting(alarm)) for hop in hops])
 
     def _letter(self, sent: bool, hop: int, greeting: Tensor) -> Letter:
         return Letter(sent, (self._rank + hop) % self._size, greeting, _TAG)
 
-    def _greeting(self, *, alarm: bool) -> Tensor:
+    def _greeting(self, alarm: bool) -> Tensor:
         host = -1 if self._board.host is None else self._board.host
         packed = _GREETING.pack(self._signature.fingerprint, self._conversation, host, alarm)
         return torch.frombuffer(bytearray(packed), dtype=torch.uint8)

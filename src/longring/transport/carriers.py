@@ -51,14 +51,16 @@ class Errand(Generic[T]):
 class _Carrier(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="longring carrier", daemon=True)
-        self.inbox: SimpleQueue[Errand[Any]] = SimpleQueue()
+        self.inbox: SimpleQueue[list[Errand[Any]]] = SimpleQueue()
 
     def run(self) -> None:
         while True:
-            errand = self.inbox.get()
-            errand.run(self.rest)
-            _under_way.discard(errand)
-            del errand  # or it would be held until the next one
+            *before, last = self.inbox.get()
+            for errand in before:
+                errand.run(lambda: None)
+            last.run(self.rest)
+            _under_way.difference_update([*before, last])
+            before, last, errand = [], None, None  # or they would be held until the next ones
 
     def rest(self) -> None:
         """Free again before the caller hears of it, whose next errand then needs no new thread."""
@@ -70,16 +72,24 @@ _under_way: set[Errand[Any]] = set()
 _LAST_CALL = 2.0  # seconds that the end of the process waits for carriers
 
 
-def send_carrier(work: Callable[[Errand[T]], T]) -> Errand[T]:
+def send_carrier(work: Callable[[Errand[T]], T], *before: Errand[Any]) -> Errand[T]:
+    """One carrier does the work, and the errands `before` it first."""
     errand = Errand(work)
-    _under_way.add(errand)
+    send(*before, errand)
+    return errand
+
+
+def send(*errands: Errand[Any]) -> None:
+    """One carrier does them, one after the other."""
+    _under_way.update(errands)
+    if not errands:
+        return
     try:
         carrier = _idle.pop()
     except IndexError:
         carrier = _Carrier()
         carrier.start()
-    carrier.inbox.put(errand)
-    return errand
+    carrier.inbox.put(list(errands))
 
 
 def failed(error: Exception, waits_for: int) -> Errand[Any]:

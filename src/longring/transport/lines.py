@@ -66,20 +66,10 @@ class Lines:
 
     def post(self, letters: Sequence[Letter]) -> list[Posted]:
         """Start all of them: on a GPU in one batch, as NCCL needs it; else one by one, so that who failed is known."""
-        if letters and letters[0].tensor.device.type == "cpu":
-            return [posted for letter in letters for posted in self._post_batch([letter])]
-        return self._post_batch(letters)
-
-    def _post_batch(self, letters: Sequence[Letter]) -> list[Posted]:
-        try:
-            works = self._start(letters) if letters else []
-        except RuntimeError as error:
-            raise LineBroken(letters[0].peer, _in_short(error)) from None
-        return [Posted(letters[0].peer, work, [letter.tensor for letter in letters]) for work in works]
-
-    def _start(self, letters: Sequence[Letter]) -> list[Any]:
         group = self.group
-        return dist.batch_isend_irecv([_operation(letter, group) for letter in letters])
+        if letters and letters[0].tensor.device.type == "cpu":
+            return [_start_one(letter, group) for letter in letters]
+        return _start_batch(letters, group) if letters else []
 
     def wait(self, posted: Sequence[Posted], errand: Errand[Any]) -> None:
         """Wait in a carrier for one after the other. Raises LineBroken with the peer whose line broke."""
@@ -114,14 +104,22 @@ class Lines:
             send_carrier(lambda _: group.abort())  # a lost peer leaves kernels that would never end
 
 
-class CompanionLines(Lines):
-    """Those of a Gloo backend that torch.distributed has no group of."""
+def _start_one(letter: Letter, group: Any) -> Posted:
+    """Without the checks of torch.distributed's isend and irecv, which take longer than the sending."""
+    start = group.send if letter.sent else group.recv
+    try:
+        return Posted(letter.peer, start([letter.tensor], letter.peer, letter.tag), [letter.tensor])
+    except RuntimeError as error:
+        raise LineBroken(letter.peer, _in_short(error)) from None
 
-    def _start(self, letters: Sequence[Letter]) -> list[Any]:
-        group = self.group
-        return [
-            (group.send if letter.sent else group.recv)([letter.tensor], letter.peer, letter.tag) for letter in letters
-        ]
+
+def _start_batch(letters: Sequence[Letter], group: dist.ProcessGroup) -> list[Posted]:
+    peer, tensors = letters[0].peer, [letter.tensor for letter in letters]
+    try:
+        works = dist.batch_isend_irecv([_operation(letter, group) for letter in letters])
+    except RuntimeError as error:
+        raise LineBroken(peer, _in_short(error)) from None
+    return [Posted(peer, work, tensors) for work in works]
 
 
 def tag_of(*facts: object) -> int:

@@ -21,10 +21,10 @@ from torch import Tensor
 from ..errors import PeerLost, TransportError
 from .agreement import Agreement, Signature, signed
 from .board import Board
-from .carriers import Errand, failed, send_carrier
+from .carriers import Errand, failed, send, send_carrier
 from .contract import Receives, Sends, Terms
 from .journal import Entry, FlightRecord, Journal
-from .lines import CompanionLines, Letter, LineBroken, Lines, Posted, backend_for, check_device, tag_of
+from .lines import Letter, LineBroken, Lines, Posted, backend_for, check_device, tag_of
 from .lookout import Lookout
 from .streams import Crossing, crossing
 
@@ -120,7 +120,7 @@ class ProcessGroupTransport:
         """Lines for greetings, which are read on the host: a group without Gloo gets a companion that has it."""
         if self._control is None:
             self._companion = _companion(self._lines.group, timeout)
-            self._control = CompanionLines(self._companion)
+            self._control = Lines(self._companion)
         return self._control
 
     def _close(self) -> None:
@@ -142,7 +142,8 @@ class Talk:
     """One call. Beside the caller's own work the ranks greet each other; what arrives is used once all agree.
 
     A call that all have made before is posted at once: on Gloo the tag of a message keeps it from a receive of
-    another call. Anything else is posted when all agree.
+    another call. Anything else is posted when all agree. A known call is greeted by its caller, and whoever
+    waits for its first message waits for the answers too: handing work to threads costs more than a letter.
     """
 
     def __init__(self, transport: ProcessGroupTransport, number: int, signature: Signature, timeout: float | None):
@@ -154,10 +155,37 @@ class Talk:
         self._all_agree = False
         transport._record.note("call", number=number, terms=signature.words)
         lines = transport._control_lines(self._timeout)
-        self._greeting = send_carrier(Agreement(lines, transport._board, number, signature).reach)
+        self._agreement = Agreement(lines, transport._board, number, signature)
+        self._is_known = signature.fingerprint in transport._agreed
+        self._greeting = self._greeted() if self._is_known else Errand(self._greet)
+        self._is_asked = False
+        if not self._is_known:
+            self._ask()
+
+    def _greeted(self) -> Errand[None]:
+        try:
+            self._agreement.greet()
+        except LineBroken as broken:
+            return failed(broken, broken.peer)
+        return Errand(self._agreement.reach)
+
+    def _greet(self, errand: Errand[None]) -> None:
+        self._agreement.greet()
+        self._agreement.reach(errand)
+
+    def _ask(self) -> None:
+        """See to it that a carrier waits for the answers."""
+        send(*self._unasked())
+
+    def _unasked(self) -> list[Errand[None]]:
+        """The errand that waits for the answers, if no carrier has it yet."""
+        is_open = not self._is_asked and not self._greeting.is_over()
+        self._is_asked = True
+        return [self._greeting] if is_open else []
 
     def is_answered(self, within: float) -> bool:
         """Whether it is known by now if all agree."""
+        self._ask()
         return self._greeting.is_over(within)
 
     def say(self, call: str) -> None:
@@ -183,8 +211,7 @@ class Talk:
         return Letter(sent, peer, tensor, tag_of(*facts))
 
     def _is_safe_at_once(self, letters: list[Letter]) -> bool:
-        known = self._signature.fingerprint in self._transport._agreed
-        return known and all(letter.tensor.device.type == "cpu" for letter in letters) and self._has_tags()
+        return self._is_known and all(letter.tensor.device.type == "cpu" for letter in letters) and self._has_tags()
 
     def _has_tags(self) -> bool:
         return self._transport._control is self._transport._lines
@@ -197,6 +224,7 @@ class Talk:
     def _until_all_agree(self, what: str) -> None:
         if self._all_agree:
             return
+        self._ask()
         self._until(self._greeting, what)
         transport = self._transport
         transport._board.all_were_heard()
@@ -214,6 +242,7 @@ class Talk:
         if error is None:
             self._until_all_agree(self._what)
         else:
+            self._ask()
             self._transport._lookout.report(error, what=self._what)
 
 
@@ -229,7 +258,11 @@ class InFlight:
         transport = talk._transport
         self._previous, self._posted = transport._last_posted, threading.Event()
         transport._last_posted = self._posted
-        self._errand = self._sent_at_once() if talk._is_safe_at_once(letters) else send_carrier(self._carry)
+        if talk._is_safe_at_once(letters):
+            self._errand = self._sent_at_once()
+        else:
+            talk._ask()
+            self._errand = send_carrier(self._carry)
 
     def _sent_at_once(self) -> Errand[None]:
         try:
@@ -238,7 +271,7 @@ class InFlight:
             return failed(broken, broken.peer)
         finally:
             self._posted.set()
-        return send_carrier(lambda errand: self._finish(posted, errand))
+        return send_carrier(lambda errand: self._finish(posted, errand), *self._talk._unasked())
 
     def _carry(self, errand: Errand[None]) -> None:
         """In a carrier: once all agree, and after what was posted before."""
