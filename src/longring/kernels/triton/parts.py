@@ -1,0 +1,411 @@
+"""Many partial results into one tensor in one pass: the merge of a forward, the sum of a backward.
+
+A fused operation leaves its results compact, [many, heads, rows, d], and a `Place` says which rows of the whole tensor
+they are. Each program owns a few rows of one head of the target, asks every part which of them it holds, and writes
+each of them once: however many parts there are, the target is read and written a single time.
+
+What a program needs to know of the parts are integers, kept on the device in two tables: how each part is laid out,
+and where each head of the target is seated in it.
+"""
+
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# (to a type checker a kernel is Python that never returns; it is Triton's compiler that reads it)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...numerics.online_softmax import Partial
+from ..places import Place
+
+
+class Part(NamedTuple):
+    """What one operation found, and the rows it found it for."""
+
+    place: Place
+    out: Tensor  # [many, heads, rows, d]
+    lse: Tensor | None  # [many, heads, rows]; None in sums
+
+
+MOST = 16  # parts in a launch; more of them take several
+
+# d, padded to a power of two -> (rows of a program, its warps): 16 numbers a thread leave many programs room
+BLOCKS = {16: (128, 4), 32: (64, 4), 64: (32, 4), 128: (16, 4), 256: (8, 4), 512: (4, 4)}
+
+FAR = 2**31 - 1  # no row is beyond it: rows are counted in 32 bits, numbers in 64
+
+_WIDE = torch.float32, torch.float64  # an accumulator's out and lse, as they are between two rounds
+
+
+def merge_parts(parts: Sequence[Part], window: range, before: Partial | None, into: Partial) -> None:
+    """What `before` and all parts saw together, for the rows of `window`; `into` may be `before`.
+
+    Rows that nobody saw become 0 with lse -inf. Logarithms are weighed in float64 if `before` or `into` carries them
+    so, products are float32. Parts beyond MOST are merged in rounds, through `into` if it is an accumulator and
+    through one of their own otherwise, so that a 16-bit `into` is rounded once, however many they are.
+    """
+    into = _cut(into, window)
+    before = None if before is None else _cut(before, window)
+    *rounds, last = _rounds(parts)
+    between = into
+    if rounds and (into.out.dtype, into.lse.dtype) != _WIDE:
+        between = Partial(*(torch.empty_like(x, dtype=dtype) for x, dtype in zip(into, _WIDE, strict=True)))
+    for some in rounds:
+        _merge_round(some, window.start, before, between)
+        before = between
+    _merge_round(last, window.start, before, into)
+
+
+def add_parts(parts: Sequence[Part], window: range, before: Tensor | None, into: Tensor) -> None:
+    """`before` and all parts added up in float32, for the rows of `window`; `into` may be `before`.
+
+    Rows that nothing is added to become 0. Parts beyond MOST are added in rounds, as in `merge_parts`.
+    """
+    into = into[:, window.start : window.stop]
+    before = None if before is None else before[:, window.start : window.stop]
+    *rounds, last = _rounds(parts)
+    between = into
+    if rounds and into.dtype != torch.float32:
+        between = torch.empty_like(into, dtype=torch.float32)
+    for some in rounds:
+        _add_round(some, window.start, before, between)
+        before = between
+    _add_round(last, window.start, before, into)
+
+
+def _cut(partial: Partial, window: range) -> Partial:
+    return Partial(partial.out[:, window.start : window.stop], partial.lse[..., window.start : window.stop])
+
+
+def _rounds(parts: Sequence[Part]) -> list[Sequence[Part]]:
+    return [parts[i : i + MOST] for i in range(0, len(parts), MOST)] or [()]
+
+
+# ------------------------------------------------------------------------------------------------------- launches
+
+
+def _merge_round(parts: Sequence[Part], first: int, before: Partial | None, into: Partial) -> None:
+    """`first`: the row of the whole tensor that is row 0 of `before` and `into`."""
+    if into.out.numel() == 0:
+        return
+    _check(parts, into.out)
+    old = into if before is None else before
+    slots = _slots(parts)
+    with torch.cuda.device_of(into.out):
+        _merge[_grid(into.out)](
+            tuple(part.out for part in slots),
+            tuple(part.lse for part in slots),
+            *_tables(slots, len(parts), into.out),
+            *old,
+            (*old.out.stride()[:3], *old.lse.mT.stride()),
+            *into,
+            (*into.out.stride()[:3], *into.lse.mT.stride()),
+            first,
+            *into.out.shape[1:3],
+            HAS_OLD=before is not None,
+            LOG=tl.float64 if torch.float64 in (old.lse.dtype, into.lse.dtype) else tl.float32,
+            ALIGNED=_alignment(slots, old.out, into.out),
+            **_sizes(into.out),
+        )
+
+
+def _add_round(parts: Sequence[Part], first: int, before: Tensor | None, into: Tensor) -> None:
+    if into.numel() == 0:
+        return
+    _check(parts, into)
+    old = into if before is None else before
+    slots = _slots(parts)
+    with torch.cuda.device_of(into):
+        _add[_grid(into)](
+            tuple(part.out for part in slots),
+            *_tables(slots, len(parts), into),
+            old,
+            old.stride()[:3],
+            into,
+            into.stride()[:3],
+            first,
+            *into.shape[1:3],
+            HAS_OLD=before is not None,
+            ALIGNED=_alignment(slots, old, into),
+            **_sizes(into),
+        )
+
+
+def _check(parts: Sequence[Part], into: Tensor) -> None:
+    d = into.shape[3]
+    if d > max(BLOCKS):
+        raise ValueError(f"rows of up to {max(BLOCKS)} numbers are merged here; got d = {d}")
+    for place, out, _ in parts:
+        want = place.many, place.heads, len(place.rows), d
+        if out.shape != want or out.stride(3) != 1 or out.dtype == torch.float64:
+            got = f"{tuple(out.shape)}, {out.dtype}, strides {out.stride()}"
+            raise ValueError(f"a part here must be {want}, at most float32, with stride 1 along d; got {got}")
+    assert into.stride(3) == 1
+    assert all(part.place.extent.stop <= FAR for part in parts)
+
+
+def _slots(parts: Sequence[Part]) -> list[Part]:
+    """The parts, the last one standing in for some that are missing: a kernel is compiled for 1, 2, 4, 8 and 16."""
+    missing = _power_of_two(len(parts)) - len(parts) if parts else 0
+    return [*parts, *(parts[-1] for _ in range(missing))]
+
+
+def _power_of_two(at_least: int) -> int:
+    return 1 << (at_least - 1).bit_length()
+
+
+def _block(into: Tensor) -> tuple[int, int, int]:
+    wide = max(16, _power_of_two(into.shape[3]))
+    return wide, *BLOCKS[wide]
+
+
+def _grid(into: Tensor) -> tuple[int]:
+    batch, n, heads, _ = into.shape
+    return (batch * heads * -(-n // _block(into)[1]),)
+
+
+def _sizes(into: Tensor) -> dict[str, Any]:
+    wide, rows, warps = _block(into)
+    return {"D": into.shape[3], "WIDE": wide, "ROWS": rows, "num_warps": warps}
+
+
+def _alignment(parts: Sequence[Part], old: Tensor, into: Tensor) -> int:
+    """How many numbers divide every distance from row to row, up to 16: what a thread may load at once hangs on it."""
+    return gcd(16, *(s for x in (old, into, *(part.out for part in parts)) for s in x.stride()[:3]))
+
+
+# --------------------------------------------------------------------------------------------------------- tables
+
+LOOK = tl.constexpr(12)  # integers of a part, in the order of `_look`
+SEAT = tl.constexpr(4)  # and of a head in it, in the order of `_seat`
+
+
+class _Look(NamedTuple):
+    """All integers that a part consists of."""
+
+    place: Place
+    out: tuple[int, ...]  # strides
+    lse: tuple[int, ...]
+
+
+def _tables(slots: Sequence[Part], count: int, into: Tensor) -> tuple[Tensor, Tensor]:
+    """[parts, LOOK] and [batch * heads, parts, SEAT] of the first `count` slots, there since the first such call."""
+    looks = tuple(_Look(place, out.stride(), (0,) * 3 if lse is None else lse.stride()) for place, out, lse in slots)
+    tables = _made(into.device, into.shape[0], into.shape[2], looks, count)
+    for table in tables if into.is_cuda else ():
+        table.record_stream(torch.cuda.current_stream(into.device))  # forgotten, it must outlast what reads it
+    return tables
+
+
+@lru_cache(maxsize=256)
+def _made(device: torch.device, batch: int, heads: int, looks: tuple[_Look, ...], count: int) -> tuple[Tensor, Tensor]:
+    seats = [
+        _seat(look, b, h) if i < count else _NOWHERE
+        for b in range(batch)
+        for h in range(heads)
+        for i, look in enumerate(looks)
+    ]
+    return _sent([_look(look) for look in looks], device), _sent(seats, device)
+
+
+def _sent(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
+    table = torch.tensor(rows, dtype=torch.int64)
+    if device.type != "cuda":
+        return table
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # the host waits for this copy alone, and any stream may read it
+        return table.to(device)
+
+
+_NOWHERE = (FAR, 0, 0, 0)
+
+
+def _seat(look: _Look, batch: int, head: int) -> tuple[int, int, int, int]:
+    """(first row, one past the last, where its numbers begin, where its lse do) of a head of a batch row in a part."""
+    place, out, lse = look
+    kv_head, of_it = divmod(head, place.share)
+    if batch not in place.batch or kv_head not in place.kv_heads:
+        return _NOWHERE
+    many, down = place.batch.index(batch), place.kv_heads.index(kv_head)
+    among = down * place.share + of_it
+    start = place.rows.start + place.skew * down
+    stop = start + place.spacing * (place.repeats - 1) + place.rows[-1] - place.rows[0] + 1
+    return start, stop, many * out[0] + among * out[1], many * lse[0] + among * lse[1]
+
+
+def _look(look: _Look) -> tuple[int, ...]:
+    (_, repeats, spacing, _, _, rows, _), out, lse = look
+    spacing = spacing if repeats > 1 else FAR
+    return (
+        *(spacing, *_reciprocal(spacing)),
+        *(rows.step, *_reciprocal(rows.step)),
+        *(len(rows), repeats),
+        *(out[0], out[2]),
+        *(lse[0], lse[2]),
+    )
+
+
+def _reciprocal(divisor: int) -> tuple[int, int]:
+    """(factor, shift): x // divisor == x * factor >> shift for 0 <= x < 2**31; a GPU divides a hundred times slower.
+
+    With shift = 31 + bits, factor is 2**shift / divisor and at most 1 too much: off by x / 2**shift < 1 / 2**bits,
+    less than what x / divisor lacks to the next integer.
+    """
+    shift = 31 + (divisor - 1).bit_length()
+    return -(-(1 << shift) // divisor), shift
+
+
+# -------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _own(n, heads, ROWS: tl.constexpr):
+    """(batch row, head, first row) of this program; programs of all heads of a row run together, as its heads lie."""
+    me = tl.program_id(0)
+    blocks = tl.cdiv(n, ROWS)
+    return (me // heads // blocks).to(tl.int64), (me % heads).to(tl.int64), me // heads % blocks * ROWS
+
+
+@triton.jit
+def _is_near(seat, first, ROWS: tl.constexpr):
+    """Whether a head's rows in a part begin before the end of these and end after their beginning."""
+    return (tl.load(seat) < first + ROWS) & (tl.load(seat + 1) > first)
+
+
+@triton.jit
+def _held(rows, seat, look):
+    """(which of the rows a head has in a part, in which repeat, as which row of it)."""
+    x = rows - tl.load(seat).to(tl.int32)
+    is_late = x >= 0
+    repeat = (x.to(tl.int64) * tl.load(look + 1) >> tl.load(look + 2)).to(tl.int32)
+    x -= repeat * tl.load(look).to(tl.int32)
+    row = (x.to(tl.int64) * tl.load(look + 4) >> tl.load(look + 5)).to(tl.int32)
+    is_row = (row * tl.load(look + 3).to(tl.int32) == x) & (row < tl.load(look + 6).to(tl.int32))
+    return is_late & is_row & (repeat < tl.load(look + 7).to(tl.int32)), repeat.to(tl.int64), row.to(tl.int64)
+
+
+@triton.jit
+def _spread(x, begin, mask, D: tl.constexpr, WIDE: tl.constexpr):
+    """(pointers to the numbers, which of them exist) of the rows that begin at these offsets."""
+    cols = tl.arange(0, WIDE)
+    numbers = x + begin[:, None] + cols[None, :]
+    mask = mask[:, None]
+    if D != WIDE:
+        mask &= (cols < D)[None, :]
+    return numbers, mask
+
+
+@triton.jit
+def _offset(strides, batch, row, head, FROM: tl.constexpr):
+    return batch * strides[FROM] + row.to(tl.int64) * strides[FROM + 1] + head * strides[FROM + 2]
+
+
+@triton.jit
+def _merge(
+    outs,
+    lses,
+    looks,
+    seats,
+    old_out,
+    old_lse,
+    old_strides,
+    new_out,
+    new_lse,
+    new_strides,
+    first,
+    n,
+    heads,
+    HAS_OLD: tl.constexpr,
+    LOG: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Seen so far is acc / total, with exp(top) taken out of both: no weight exceeds 1, and none overflows."""
+    batch, head, lead = _own(n, heads, ROWS)
+    own = lead + tl.arange(0, ROWS)
+    mine = own < n
+    nothing = float("-inf")
+    acc = tl.zeros((ROWS, WIDE), tl.float32)
+    top = tl.full((ROWS,), nothing, LOG)
+    total = tl.zeros((ROWS,), LOG)
+    if HAS_OLD:
+        begin = tl.multiple_of(_offset(old_strides, batch, own, head, 0), ALIGNED)
+        old, old_mask = _spread(old_out, begin, mine, D, WIDE)
+        acc = tl.load(old, mask=old_mask, other=0.0).to(tl.float32)
+        top = tl.load(old_lse + _offset(old_strides, batch, own, head, 3), mask=mine, other=nothing).to(LOG)
+        total = tl.where(top == nothing, 0.0, 1.0).to(LOG)
+    for i in tl.static_range(len(outs)):
+        look = looks + i * LOOK
+        seat = seats + ((batch * heads + head) * len(outs) + i) * SEAT
+        if _is_near(seat, first + lead, ROWS):
+            held, repeat, row = _held(first + own, seat, look)
+            held &= mine
+            begin = tl.load(seat + 2) + repeat * tl.load(look + 8) + row * tl.load(look + 9)
+            part, part_mask = _spread(outs[i], tl.multiple_of(begin, ALIGNED), held, D, WIDE)
+            out = tl.load(part, mask=part_mask, other=0.0).to(tl.float32)
+            begin = tl.load(seat + 3) + repeat * tl.load(look + 10) + row * tl.load(look + 11)
+            lse = tl.load(lses[i] + begin, mask=held, other=nothing).to(LOG)
+            seen = lse != nothing
+            larger = lse > top
+            less = tl.exp(-tl.abs(tl.where(seen, lse, 0.0) - top))  # (-inf) - (-inf) would be nan
+            kept = tl.where(larger, less, 1.0)
+            weight = tl.where(seen, tl.where(larger, 1.0, less), 0.0)
+            top = tl.where(larger, lse, top)
+            total = total * kept + weight
+            out = tl.where(seen[:, None], out, 0.0)  # what an operation leaves in a row that saw nothing may be nan
+            acc = acc * kept.to(tl.float32)[:, None] + out * weight.to(tl.float32)[:, None]
+    unseen = total == 0.0
+    total = tl.where(unseen, 1.0, total)
+    begin = tl.multiple_of(_offset(new_strides, batch, own, head, 0), ALIGNED)
+    new, new_mask = _spread(new_out, begin, mine, D, WIDE)
+    tl.store(new, (acc * (1.0 / total).to(tl.float32)[:, None]).to(new_out.dtype.element_ty), mask=new_mask)
+    lse = tl.where(unseen, nothing, top + tl.log(total)).to(new_lse.dtype.element_ty)
+    tl.store(new_lse + _offset(new_strides, batch, own, head, 3), lse, mask=mine)
+
+
+@triton.jit
+def _add(
+    outs,
+    looks,
+    seats,
+    old_sum,
+    old_strides,
+    new_sum,
+    new_strides,
+    first,
+    n,
+    heads,
+    HAS_OLD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    batch, head, lead = _own(n, heads, ROWS)
+    own = lead + tl.arange(0, ROWS)
+    mine = own < n
+    acc = tl.zeros((ROWS, WIDE), tl.float32)
+    if HAS_OLD:
+        begin = tl.multiple_of(_offset(old_strides, batch, own, head, 0), ALIGNED)
+        old, old_mask = _spread(old_sum, begin, mine, D, WIDE)
+        acc = tl.load(old, mask=old_mask, other=0.0).to(tl.float32)
+    for i in tl.static_range(len(outs)):
+        look = looks + i * LOOK
+        seat = seats + ((batch * heads + head) * len(outs) + i) * SEAT
+        if _is_near(seat, first + lead, ROWS):
+            held, repeat, row = _held(first + own, seat, look)
+            begin = tl.load(seat + 2) + repeat * tl.load(look + 8) + row * tl.load(look + 9)
+            part, part_mask = _spread(outs[i], tl.multiple_of(begin, ALIGNED), held & mine, D, WIDE)
+            acc += tl.load(part, mask=part_mask, other=0.0).to(tl.float32)
+    begin = tl.multiple_of(_offset(new_strides, batch, own, head, 0), ALIGNED)
+    new, new_mask = _spread(new_sum, begin, mine, D, WIDE)
+    tl.store(new, acc.to(new_sum.dtype.element_ty), mask=new_mask)

@@ -1,0 +1,135 @@
+"""The fused merge and the fused sum against float64, over random places: interpreted, or on a GPU if there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longring.kernels.places import Place
+from longring.numerics.online_softmax import Partial
+from random_parts import Case, added, cases, merged
+
+pytest.importorskip("triton", reason="needs the triton package")
+module = pytest.importorskip("longring.kernels.triton.parts")
+Part, merge_parts, add_parts = module.Part, module.merge_parts, module.add_parts
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+N = 40
+
+
+@given(cases(N), st.sampled_from([torch.float64, torch.float32]))
+def test_a_merge_is_what_all_saw_together(case: Case, log_dtype):
+    made = case.tensors(DEVICE, log_dtype)
+    want = merged(made)
+    merge_parts(made.parts, case.window, made.before, made.into)
+    made.assert_merged(want)
+
+
+@given(cases(N))
+def test_a_sum_is_what_all_add_up_to(case: Case):
+    made = case.tensors(DEVICE, torch.float64)
+    want = added(made)
+    add_parts(made.sums, case.window, made.before and made.before.out, made.into.out)
+    made.assert_added(want)
+
+
+def whole(n: int, heads: int = 1) -> Place:
+    return Place(range(1), 1, 0, range(heads), 0, range(n), 1)
+
+
+def part(out: torch.Tensor, lse: torch.Tensor) -> module.Part:
+    return Part(whole(out.shape[2], out.shape[1]), out, lse)
+
+
+def nothing(n: int, dtype=torch.float32, log_dtype=torch.float64, d: int = 16) -> Partial:
+    out = torch.full((1, n, 1, d), torch.nan, dtype=dtype, device=DEVICE)
+    return Partial(out, torch.full((1, 1, n), torch.nan, dtype=log_dtype, device=DEVICE))
+
+
+def test_rows_that_nobody_saw_are_zero_even_if_an_operation_left_nan_there():
+    into = nothing(5)
+    unseen = torch.full((1, 1, 5), -torch.inf, device=DEVICE)
+    merge_parts([part(torch.full((1, 1, 5, 16), torch.nan, device=DEVICE), unseen)], range(5), None, into)
+    assert into.out.eq(0).all()
+    assert into.lse.eq(-torch.inf).all()
+
+
+def test_no_parts_leave_what_was_there_and_otherwise_nothing():
+    into = nothing(5)
+    merge_parts([], range(5), None, into)
+    assert into.out.eq(0).all()
+    assert into.lse.eq(-torch.inf).all()
+    into.out.fill_(3)
+    into.lse.fill_(0.5)
+    merge_parts([], range(5), into, into)
+    assert into.out.eq(3).all()
+    assert into.lse.eq(0.5).all()
+
+
+def test_an_empty_window_writes_nothing():
+    into = nothing(5)
+    merge_parts([], range(3, 3), None, into)
+    add_parts([], range(3, 3), None, into.out)
+    assert into.out.isnan().all()
+
+
+# the interpreter cuts bfloat16 off where a GPU rounds it
+@pytest.mark.parametrize("dtype", [torch.float16, *[torch.bfloat16] * (DEVICE.type == "cuda")], ids=str)
+def test_more_parts_than_a_launch_takes_are_rounded_once(dtype, monkeypatch):
+    monkeypatch.setattr(module, "MOST", 2)
+    draw = torch.Generator().manual_seed(0)
+    parts = [
+        part(torch.randn(1, 1, 9, 16, generator=draw).to(DEVICE), torch.randn(1, 1, 9, generator=draw).to(DEVICE))
+        for _ in range(9)
+    ]
+    fine, coarse = nothing(9), nothing(9, dtype, torch.float32)
+    merge_parts(parts, range(9), None, fine)
+    merge_parts(parts, range(9), None, coarse)
+    assert coarse.out.equal(fine.out.to(dtype))
+    assert coarse.lse.equal(fine.lse.float())
+    add_parts([one._replace(lse=None) for one in parts], range(9), None, fine.out)
+    add_parts([one._replace(lse=None) for one in parts], range(9), None, coarse.out)
+    assert coarse.out.equal(fine.out.to(dtype))
+
+
+def test_256_merges_leave_the_lse_as_exact_as_one():
+    draw = torch.Generator().manual_seed(0)
+    rows, count = 32, 256
+    outs = torch.randn(count, 1, 1, rows, 16, generator=draw).to(DEVICE)
+    lses = (20 + 3 * torch.randn(count, 1, 1, rows, generator=draw)).to(DEVICE)
+    into = nothing(rows)
+    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        merge_parts([part(out, lse)], range(rows), into if i else None, into)
+    want_lse = lses.double().logsumexp(0)
+    want = ((lses.double() - want_lse).exp().unsqueeze(-1) * outs.double()).sum(0).transpose(1, 2)
+    assert (into.lse - want_lse).abs().max() < 1e-12
+    assert (into.out - want).norm() < 1e-6 * want.norm()  # 256 roundings to float32 take 5e-7
+
+
+def test_a_division_by_multiplication_is_exact():
+    for divisor in [*range(1, 70), 127, 128, 4095, 4097, 2**30 - 1, 2**30, 2**30 + 1, 2**31 - 1]:
+        factor, shift = module._reciprocal(divisor)
+        ends = {k * divisor + i for k in (0, 1, 2, 3, 1000, (2**31 - 1) // divisor) for i in (-1, 0, 1)}
+        for x in {*ends, 2**31 - 1, 2**31 - 2, 2**30}:
+            if 0 <= x < 2**31:
+                assert x * factor >> shift == x // divisor
+                assert x * factor < 2**63
+
+
+def test_a_warm_call_makes_no_table(monkeypatch):
+    into = nothing(5)
+    parts = [part(torch.ones(1, 1, 5, 16, device=DEVICE), torch.zeros(1, 1, 5, device=DEVICE))]
+    merge_parts(parts, range(5), None, into)
+    monkeypatch.setattr(module, "_seat", None)
+    merge_parts(parts, range(5), into, into)
+    assert into.out.eq(1).all()
+
+
+def test_a_part_of_another_shape_than_its_place_is_refused():
+    wrong = Part(whole(4), torch.ones(1, 1, 5, 16, device=DEVICE), torch.zeros(1, 1, 5, device=DEVICE))
+    with pytest.raises(ValueError, match=r"\(1, 1, 4, 16\).*got \(1, 1, 5, 16\)"):
+        merge_parts([wrong], range(5), None, nothing(5))
+    with pytest.raises(ValueError, match="got d = 513"):
+        add_parts([], range(5), None, nothing(5, d=513).out)
