@@ -1,0 +1,122 @@
+"""Time and memory on the device: competitors in turns, by CUDA events, with medians and spread."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+CACHE_BYTES = 1 << 28  # written before each call: more than any second-level cache holds
+FAR_BEHIND = 1.6  # times the fastest of the first round: such a one is not run again
+
+Call = Callable[[], Any]
+
+
+def _nothing() -> None:
+    return None
+
+
+class Turn(NamedTuple):
+    """What is timed, and what is not: done before it each time, and after."""
+
+    call: Call
+    before: Call = _nothing
+    after: Call = _nothing
+
+
+class Spread(NamedTuple):
+    """Milliseconds."""
+
+    median: float
+    min: float
+    max: float
+    repeats: int
+
+    @classmethod
+    def of(cls, times: list[float]) -> Spread:
+        return cls(statistics.median(times), min(times), max(times), len(times))
+
+
+def timed(
+    turns: dict[str, Turn], device: torch.device, *, repeats: int, keep: tuple[str, ...] = (), is_warm: bool = False
+) -> dict[str, Spread]:
+    """Every call warmed up once, unless it is warm; then all in turns, so that clocks and heat are the same for all.
+
+    Each round begins with another of them, and within a round the host does not wait: what a call costs the host is
+    hidden where its predecessor's work on the device is still going on, as it is in a model. A call that was far
+    behind in the first round is not repeated, unless it is in `keep`.
+    """
+    if not is_warm:
+        _round(list(turns.items()), device)
+    rounds: list[dict[str, float]] = []
+    for number in range(repeats):
+        chosen = [name for name in turns if not rounds or name in keep or _is_close(name, rounds[0])]
+        first = number % len(chosen)
+        rounds.append(_round([(name, turns[name]) for name in chosen[first:] + chosen[:first]], device))
+    return {name: Spread.of([round_[name] for round_ in rounds if name in round_]) for name in turns}
+
+
+def _is_close(name: str, first: dict[str, float]) -> bool:
+    return first[name] <= FAR_BEHIND * min(first.values())
+
+
+def _round(turns: list[tuple[str, Turn]], device: torch.device) -> dict[str, float]:
+    return _round_on_gpu(turns, device) if device.type == "cuda" else _round_on_host(turns)
+
+
+def _round_on_gpu(turns: list[tuple[str, Turn]], device: torch.device) -> dict[str, float]:
+    cache = torch.empty(CACHE_BYTES, dtype=torch.int8, device=device)
+    events = {}
+    for name, turn in turns:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        turn.before()
+        cache.zero_()
+        start.record()
+        turn.call()
+        end.record()
+        turn.after()
+        events[name] = start, end
+    torch.cuda.synchronize(device)
+    return {name: start.elapsed_time(end) for name, (start, end) in events.items()}
+
+
+def _round_on_host(turns: list[tuple[str, Turn]]) -> dict[str, float]:
+    times = {}
+    for name, turn in turns:
+        turn.before()
+        start = time.perf_counter()
+        turn.call()
+        times[name] = 1e3 * (time.perf_counter() - start)
+        turn.after()
+    return times
+
+
+def once(call: Call, device: torch.device) -> tuple[Any, Spread]:
+    """What a call gives that takes too long to be repeated, and its time."""
+    results: list[Any] = []
+    times = _round([("once", Turn(lambda: results.append(call())))], device)
+    return results[0], Spread.of(list(times.values()))
+
+
+def peak_beyond(call: Call, device: torch.device) -> int | None:
+    """Bytes that the call had allocated at most, beyond what was there before; None where nobody counts."""
+    if device.type != "cuda":
+        call()
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    result = call()
+    torch.cuda.synchronize(device)
+    del result
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def release(device: torch.device) -> None:
+    """Give back what the allocator keeps, before something large."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
