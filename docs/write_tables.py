@@ -1,12 +1,37 @@
 """Write the tables of the documents anew from the data they show: python docs/write_tables.py"""
 
 import re
+from collections.abc import Callable
+from functools import lru_cache, partial
 from pathlib import Path
 
+from longring.bench.gpu.record import Record
+from longring.bench.gpu.scenarios import SCENARIOS
+from longring.bench.gpu.tables import goal_table, machine_table, markdown
 from longring.plan.advice import milestone_table, variable_table
 
 DOCS = Path(__file__).parent
-TABLES = {"variables": variable_table, "milestones": milestone_table}
+DOCUMENTS = ("networks.md", "benchmarks.md")
+GPU_RECORD = DOCS / "records" / "h200.json"
+
+
+@lru_cache(maxsize=1)
+def _gpu() -> Record | None:
+    return Record.load(GPU_RECORD) if GPU_RECORD.exists() else None
+
+
+def _of_gpu(table: Callable[[Record], str]) -> str:
+    record = _gpu()
+    return "Not measured yet.\n" if record is None else table(record)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "variables": variable_table,
+    "milestones": milestone_table,
+    "machine": partial(_of_gpu, machine_table),
+    "goals": partial(_of_gpu, goal_table),
+    **{name: partial(_of_gpu, partial(markdown, scenario=name)) for name in SCENARIOS},
+}
 
 
 def renewed(text: str) -> str:
@@ -19,8 +44,9 @@ def renewed(text: str) -> str:
 
 
 def main() -> None:
-    path = DOCS / "networks.md"
-    path.write_text(renewed(path.read_text()))
+    for name in DOCUMENTS:
+        path = DOCS / name
+        path.write_text(renewed(path.read_text()))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,151 @@
+"""Every scenario runs through, small and on the CPU: checked, timed, told. No test looks at a time."""
+
+import pytest
+import torch
+
+from longring.bench.gpu import contest as contests
+from longring.bench.gpu.__main__ import main
+from longring.bench.gpu.clock import FAR_BEHIND, Turn, timed
+from longring.bench.gpu.contest import Differentiated, Directly, Stage, contest
+from longring.bench.gpu.direct import FlashForCpu
+from longring.bench.gpu.given import Place, Shape, given
+from longring.bench.gpu.packages import Package, dilated_peers
+from longring.bench.gpu.record import new_record
+from longring.bench.gpu.scenarios import SCENARIOS, run_scenarios
+from longring.bench.gpu.sizes import FULL, QUICK, Sizes
+from longring.geometry.patterns import Dense, Dilated
+
+CPU = torch.device("cpu")
+EQUAL, SHARED = Shape(128, 4, 4, 16), Shape(128, 4, 2, 16)
+TINY = Sizes(
+    repeats=1,
+    dense=((EQUAL, True), (SHARED, True), (EQUAL, False)),
+    rings=((EQUAL, 2), (SHARED, 4)),
+    simulated=((EQUAL, 2),),
+    far=((EQUAL, 8, (0, 5)),),
+    far_repeats=1,
+    dilated=(EQUAL,),
+    longest_dilated=EQUAL,
+    longest_backward=EQUAL,
+    longest_dense=EQUAL,
+    branches=((16, 1), (32, 2), (64, 4)),
+    error=(EQUAL, 4),
+    seeds=(0,),
+    peers=(EQUAL, 2),
+)
+EXPECTED = {
+    "dense": {"longring", "cpu"},
+    "ring": {"one call", "ring of 2", "ring of 4", "ring of 8", "simulated ring of 2"},
+    "dilated": {"longring"},
+    "error": {"one call", "ring of 4", "ring-flash-attn over cpu", "TransformerEngine's schedule over cpu"},
+    "longest": {"longring"},
+    "peers": {
+        "one call",
+        "SDPA, flash",
+        "ring of 2",
+        "ring-flash-attn over cpu",
+        "yunchang over cpu",
+        "TransformerEngine's schedule over cpu",
+        "Ulysses over cpu",
+    },
+}
+
+
+def stage(**told):
+    return Stage(Place(CPU, torch.bfloat16), TINY, **told)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_scenario_runs_through(name):
+    record, told = new_record("", CPU, True), []
+    run_scenarios(stage(), record, [name], lambda name, rows: told.append((name, len(rows))))
+    rows = record.scenarios[name]
+    assert record.failures == []
+    assert {row.name for row in rows} == EXPECTED[name]
+    assert all(row.errors for row in rows)
+    assert all(row.ms is not None for row in rows) or name == "error"
+    assert told == [(name, len(rows))]
+
+
+def test_a_scenario_that_breaks_leaves_the_others(monkeypatch):
+    def broken(stage):
+        yield from ()
+        raise RuntimeError("no more memory")
+
+    monkeypatch.setitem(SCENARIOS, "dense", broken)
+    record = new_record("", CPU, True)
+    run_scenarios(stage(), record, ["dense", "longest"], lambda name, rows: None)
+    assert record.failures == ["dense: RuntimeError: no more memory"]
+    assert record.scenarios["longest"]
+
+
+def test_what_is_wrong_is_not_timed():
+    x, here = given(EQUAL, Place(CPU, torch.bfloat16)), stage()
+    forgetful = Differentiated("forgetful", x, lambda q, k, v: (q + k + v, None))
+    rows = contest(here, "a case", EQUAL, Dense(causal=True), x, [forgetful, Directly(FlashForCpu(), x, True)])
+    assert [(row.name, row.ms is None) for row in rows] == [("forgetful", True), ("cpu", False), ("cpu", False)]
+    assert "not timed: Wrong" in rows[0].note
+    assert len(here.failures) == 1
+
+
+def test_competitors_take_turns_and_stragglers_leave(monkeypatch):
+    played, times = [], {"a": 1.0, "b": 1.1, "slow": 2 * FAR_BEHIND, "kept": 3 * FAR_BEHIND}
+
+    def round_(turns):
+        for _, turn in turns:
+            turn.call()
+        return {name: times[name] for name, _ in turns}
+
+    monkeypatch.setattr("longring.bench.gpu.clock._round_on_host", round_)
+    turns = {name: Turn(lambda name=name: played.append(name)) for name in times}
+    found = timed(turns, CPU, repeats=3, keep=("kept",), is_warm=True)
+    assert played == ["a", "b", "slow", "kept", "b", "kept", "a", "kept", "a", "b"]
+    assert {name: spread.repeats for name, spread in found.items()} == {"a": 3, "b": 3, "slow": 1, "kept": 3}
+
+
+def test_a_package_keeps_its_graph_for_its_turn_alone():
+    x = given(EQUAL, Place(CPU, torch.float32))
+    package = Package("theirs", x, lambda q, k, v: q + k + v, Dilated([8], [1]))
+    assert package.result().dk is None
+    turn = package.turn("backward")
+    with pytest.raises(AssertionError):
+        turn.call()
+    turn.before()
+    turn.call()
+    turn.after()
+
+
+def test_a_peer_that_is_not_there_is_said_to_be_missing(tmp_path):
+    here = stage(peers=tmp_path)
+    x = given(EQUAL, here.place)
+    for _ in range(2):
+        assert dilated_peers(here, x, Dilated([16], [1])) == []
+    assert len(here.missing) == 2
+    assert "torchscale" in here.missing[0]
+
+
+def test_an_lse_is_lent_to_those_that_have_none():
+    x = given(EQUAL, Place(CPU, torch.bfloat16))
+    kernel = Directly(FlashForCpu(), x, True)
+    silent = Directly(FlashForCpu(), x, True)
+    silent.result = lambda: kernel.result()._replace(lse=None)
+    errors, lse = contests._checked(kernel, x, Dense(causal=True), None)
+    lent, _ = contests._checked(silent, x, Dense(causal=True), lse)
+    assert set(errors) - set(lent) == {"lse"}
+    alone, _ = contests._checked(silent, x, Dense(causal=True), None)
+    assert set(alone) == {"out", "dq"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of machines without CUDA")
+def test_without_a_gpu_the_command_says_so(capsys):
+    assert main(["--quick"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_sizes_are_what_the_goals_speak_of():
+    assert {shape.n for shape, _ in FULL.dense} == {8 << 10, 32 << 10, 128 << 10}
+    assert {ranks for _, ranks in FULL.rings} == {4, 8, 16}
+    assert FULL.longest_dilated.n >= 6_000_000
+    assert FULL.longest_backward.n >= 2_500_000
+    assert FULL.repeats >= 5
+    assert QUICK.branches == FULL.branches == ((2048, 1), (4096, 2), (8192, 4), (16384, 8), (32768, 16))
