@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 from ...functional import attention
 from ...geometry.patterns import Dense
-from .contest import Differentiated, Directly, Stage, best, compare, contest
+from .contest import Differentiated, Directly, Entry, Stage, best, compare, contest
 from .direct import direct_kernels
-from .given import Shape, given
+from .given import Given, Shape, given
 from .record import Row
 
 TO_THE_BEST = "times the best kernel called directly"
+NEWEST = "flash_attn_4"
+WITHOUT = f"longring without {NEWEST}"
 
 
 def run(stage: Stage) -> Iterator[Row]:
@@ -22,9 +24,17 @@ def run(stage: Stage) -> Iterator[Row]:
 def one_shape(stage: Stage, shape: Shape, causal: bool) -> list[Row]:
     pattern = Dense(causal=causal)
     x = given(shape, stage.place)
-    ours = Differentiated("longring", x, lambda q, k, v: attention(q, k, v, pattern=pattern, return_lse=True))
-    kernels = [Directly(kernel, x, causal) for kernel in direct_kernels(stage.device).values()]
-    rows = contest(stage, f"{'causal' if causal else 'full'}, {shape}", shape, pattern, x, [ours, *kernels])
+    kernels = direct_kernels(stage.device)
+    entries: list[Entry] = [_ours("longring", x, pattern, "auto")]
+    if NEWEST in kernels:  # and as if it were not installed
+        entries.append(_ours(WITHOUT, x, pattern, "cudnn"))
+    entries += [Directly(kernel, x, causal) for kernel in kernels.values()]
+    rows = contest(stage, f"{'causal' if causal else 'full'}, {shape}", shape, pattern, x, entries)
     for phase in ("forward", "backward"):
         compare(rows, "longring", best(rows, phase, "kernel"), TO_THE_BEST)
+        compare(rows, WITHOUT, best([row for row in rows if row.name != NEWEST], phase, "kernel"), TO_THE_BEST)
     return rows
+
+
+def _ours(name: str, x: Given, pattern: Dense, kernel: str) -> Differentiated:
+    return Differentiated(name, x, lambda q, k, v: attention(q, k, v, pattern=pattern, kernel=kernel, return_lse=True))

@@ -54,7 +54,7 @@ class Cudnn:
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out = _by_heads(dout, q, k, v, found.out)
         seed = offset = _no_dropout(q.device)
-        lse = found.lse.unsqueeze(-1)
+        lse = found.lse.contiguous().unsqueeze(-1)
         length, keys = q.shape[2], k.shape[2]
         gradients = aten._scaled_dot_product_cudnn_attention_backward(
             dout, q, k, v, out, lse, seed, offset, None, None, None, length, keys, 0.0, causal
@@ -73,11 +73,11 @@ class Flash:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, found: Found, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out = _by_heads(dout, q, k, v, found.out)
-        state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        seed = offset = _no_dropout(q.device)
         lse = found.lse.contiguous()
         length, keys = q.shape[2], k.shape[2]
         gradients = aten._scaled_dot_product_flash_attention_backward(
-            dout, q, k, v, out, lse, None, None, length, keys, 0.0, causal, state, _no_dropout(q.device)
+            dout, q, k, v, out, lse, None, None, length, keys, 0.0, causal, seed, offset
         )
         return _by_rows(*gradients)
 

@@ -32,10 +32,10 @@ def goals(record: Record) -> list[Goal]:
 
 
 def _dense(record: Record) -> Iterator[Goal]:
-    for row in record.rows("dense", name="longring"):
+    for row in record.scenarios.get("dense", []):
         if TO_THE_BEST in row.ratios:
             limit = 1.03 if "n = 8K" in row.case else 1.01
-            yield _at_most(_what("one call", row), row.ratios[TO_THE_BEST], limit, f" {TO_THE_BEST}")
+            yield _at_most(_what(row.name, row), row.ratios[TO_THE_BEST], limit, f" {TO_THE_BEST}")
 
 
 def _rings(record: Record) -> Iterator[Goal]:
