@@ -52,6 +52,20 @@ def test_another_form_is_refused(tmp_path):
         Record.load(path)
 
 
+def test_a_record_is_continued_by_the_same_code_on_the_same_machine(tmp_path):
+    path = tmp_path / "record.json"
+    later = record()
+    assert not later.continues(path)
+    record(dense=[row()]).save(path)
+    assert later.continues(path)
+    assert later.scenarios == {"dense": [row()]}
+    assert later.command == "the command; the command"
+    other = record()
+    other.commit = "another"
+    assert not other.continues(path)
+    assert other.scenarios == {}
+
+
 def test_tables_leave_out_empty_columns():
     rows = [row(), row(name="cudnn", kind="kernel", ms=None, note="not timed: it refused")]
     text = plain(rows)

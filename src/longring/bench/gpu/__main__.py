@@ -27,6 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     record = new_record(" ".join(["python -m longring.bench.gpu", *given]), device, options.quick)
     record.commit = options.commit or record.commit
+    if options.only and record.continues(options.out):
+        sys.stdout.write(f"continuing {options.out}, which has {', '.join(record.scenarios)}\n")
 
     def tell(name: str, rows: list[Row]) -> None:
         sys.stdout.write(f"\n{TITLES[name]} ({record.seconds[name]:.0f} s)\n{plain(rows)}")

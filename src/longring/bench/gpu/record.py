@@ -72,6 +72,16 @@ class Record:
         rows = self.scenarios.get(scenario, [])
         return [row for row in rows if all(getattr(row, name) == value for name, value in wanted.items())]
 
+    def continues(self, path: Path) -> bool:
+        """Take over what an earlier record has, if it was made of the same code on the same machine; say whether."""
+        earlier = Record.load(path) if path.exists() else None
+        same = ("machine", "versions", "commit", "is_quick")
+        if earlier is None or any(getattr(earlier, name) != getattr(self, name) for name in same):
+            return False
+        self.command = f"{earlier.command}; {self.command}"
+        self.seconds, self.scenarios = earlier.seconds, earlier.scenarios
+        return True
+
     def save(self, path: Path) -> None:
         told = {"schema": SCHEMA, "real": REAL, "simulated": SIMULATED} | self.__dict__
         told["scenarios"] = {name: [row.to_json() for row in rows] for name, rows in self.scenarios.items()}
