@@ -597,6 +597,121 @@ def attention_that_differs(group: Any, good: int, odd: int, kind: str) -> Any:
     return attend(group, **(other if is_odd else usual)).tolist()
 
 
+# ------------------------------------------------------------------------------------------ through shared memory
+
+
+def on_belts(group: Any, program: str, outbox: int, *args: Any) -> Any:
+    """Another of these programs, with every message going through lanes of `outbox` bytes."""
+    from belts import region_of
+
+    transport_for(group)._symmetric = region_of(group, outbox)
+    return globals()[program](group, *args)
+
+
+def sizes(group: Any, numbers: list[int], device: str = "cpu") -> int:
+    """Messages of so many bytes, all posted before any is waited for, up and down; how many arrived wrong."""
+    transport, wrong = transport_for(group), 0
+    rank, size = transport.rank, transport.size
+    above, below = (rank + 1) % size, (rank - 1) % size
+    for _ in range(2):
+        with transport.converse({"device": device, "sizes": numbers}, timeout=TIMEOUT) as talk:
+            under_way = []
+            for number in numbers:
+                mine = [_stamped(number, rank, to, device) for to in (above, below)]
+                room = [torch.zeros(number, dtype=torch.uint8, device=device) for _ in mine]
+                sends = list(zip((above, below), mine, strict=True))
+                under_way.append((talk.post(sends, list(zip((below, above), room, strict=True)), what="sizes"), room))
+            for pending, room in reversed(under_way):
+                pending.wait()
+                for source, buffer in zip((below, above), room, strict=True):
+                    wrong += not buffer.equal(_stamped(buffer.numel(), source, rank, device))
+    return wrong
+
+
+def _stamped(number: int, sender: int, receiver: int, device: str) -> torch.Tensor:
+    """Bytes that tell who sent them to whom, and where they belong."""
+    return ((torch.arange(number, device=device) * 31 + 7 * sender + 101 * receiver) % 251).to(torch.uint8)
+
+
+def everybody_to_everybody(group: Any, numbers: int, device: str = "cpu") -> int:
+    """All send to the next above first and receive from it first: on belts that lanes share, a circle of waits."""
+    transport, wrong = transport_for(group), 0
+    rank, size = transport.rank, transport.size
+    others = [(rank + hop) % size for hop in range(1, size)]
+    room = {peer: torch.zeros(numbers, dtype=torch.uint8, device=device) for peer in others}
+    with transport.converse({"device": device}, timeout=TIMEOUT) as talk:
+        under_way = [talk.post([], [(peer, buffer)], what=f"from {peer}") for peer, buffer in room.items()]
+        for peer in others:
+            under_way.append(talk.post([(peer, _stamped(numbers, rank, peer, device))], [], what=f"to {peer}"))
+        for pending in under_way:
+            pending.wait()
+        for peer, buffer in room.items():
+            wrong += not buffer.equal(_stamped(numbers, peer, rank, device))
+    return wrong
+
+
+def lost_on_the_way(group: Any, victim: int, how: str, device: str = "cpu") -> tuple[bool, str, int | None]:
+    """The victim agrees to the call and is struck before it posts: only the vigil can tell."""
+    transport = transport_for(group)
+    rank, size = transport.rank, transport.size
+    transport._patience = 3.0
+    terms = {"device": device, "call": "a ring"}
+    block, arriving = (torch.full((3000,), float(rank), device=device) for _ in range(2))
+    for call in range(2):
+        with transport.converse(terms) as talk:
+            talk._until_all_agree("greeting")
+            if rank == victim and call == 1:
+                strike_oneself(how)
+            talk.post([((rank + 1) % size, block)], [((rank - 1) % size, arriving)], what=f"call {call}").wait()
+    is_nan = bool(arriving.isnan().all())  # on a device this waits, until the belts are let go
+    is_from_victim = (rank - 1) % size == victim
+    try:
+        with transport.converse(terms, timeout=5.0):
+            pass
+    except TransportError as error:
+        return is_nan == is_from_victim, str(error), getattr(error, "rank", None)
+    return False, "nobody noticed", None
+
+
+def judged(group: Any, schedules: list[str], dtypes: list[torch.dtype], device: str = "cpu", **options: Any) -> list:
+    """Attention of every kind on this world, against the definition: those that broke their budget."""
+    import longring as lr
+    from longring.testing import Result, judge
+
+    length, broken = 211, []
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    patterns = {
+        "contiguous": [lr.Dense(causal=False), lr.Dense(window=(30, 0)), lr.Dilated([32, 64, 256], [1, 2, 4])],
+        "zigzag": [lr.Dense(causal=True)],
+    }
+    for schedule, dtype in [(schedule, dtype) for schedule in schedules for dtype in dtypes]:
+        draw = torch.Generator().manual_seed(3)
+        shapes = [(1, length, heads, 16) for heads in (8, 8, 8, 8)]
+        whole = [torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes]
+        for layout, pattern in [(layout, each) for layout, found in patterns.items() for each in found]:
+            s = lr.Sharding(length, group=group, layout=layout)
+            q, k, v, dout = (s.shard(x).detach() for x in whole)
+            q, k, v = (x.requires_grad_() for x in (q, k, v))
+            out, lse = lr.attention(q, k, v, pattern=pattern, sharding=s, schedule=schedule, return_lse=True, **options)
+            grads = torch.autograd.grad(out, (q, k, v), dout)
+            parts = [s.unshard(x.detach()) for x in (out, lse.transpose(1, 2).contiguous(), *grads)]
+            got = Result(parts[0].cpu(), parts[1].transpose(1, 2).cpu(), *(x.cpu() for x in parts[2:]))
+            found = judge(got, *(x.cpu() for x in whole[:3]), pattern, whole[3].cpu())
+            broken += [f"{schedule}, {dtype}, {pattern}: {one}" for one in found if not one.ok]
+    return broken
+
+
+def staged(group: Any, program: str, *args: Any) -> Any:
+    """Another of these programs, with every message going through memory of its own, as from a GPU over Gloo."""
+    from longring.transport import process_group
+    from longring.transport.staging import Staged
+
+    honest = process_group.InFlight
+    process_group.InFlight = lambda talk, letters, entry: (Staged if letters else honest)(talk, letters, entry)
+    return globals()[program](group, *args)
+
+
 # ------------------------------------------------------------------------------------------------------- on one GPU
 
 

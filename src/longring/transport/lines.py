@@ -140,12 +140,14 @@ def _in_short(error: Exception) -> str:
 
 
 def check_device(group: dist.ProcessGroup, tensor: Tensor, rank: int) -> None:
-    """Refuse what the group's backend cannot carry, before torch fails at it in words of its own."""
+    """Refuse what the group's backends cannot carry, before torch fails at it in words of its own."""
     backend = backend_for(group, tensor.device)
-    if backend is None or (backend == "gloo" and tensor.device.type != "cpu"):
+    carries = backend is not None and (backend != "gloo" or tensor.device.type == "cpu")
+    if not carries and not (tensor.device.type == "cuda" and backend_for(group, torch.device("cpu")) == "gloo"):
         raise TransportError(
             f"rank {rank}: this group cannot carry tensors on {tensor.device} from rank to rank "
-            f"(its backend there: {backend or 'none'}); use a group with NCCL for CUDA tensors, Gloo for CPU tensors"
+            f"(its backend there: {backend or 'none'}); use a group with NCCL or Gloo for CUDA tensors, "
+            "with Gloo for CPU tensors"
         )
 
 

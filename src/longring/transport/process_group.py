@@ -1,4 +1,8 @@
-"""Messages over a torch.distributed group: any backend with point-to-point, the world or a part of it."""
+"""Messages over a torch.distributed group: any backend with point-to-point, the world or a part of it.
+
+CPU tensors go over Gloo and CUDA tensors over NCCL. Where the group has Gloo alone, CUDA tensors go through
+symmetric memory between ranks of one machine, and through pinned memory on the host otherwise.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +26,15 @@ from ..errors import PeerLost, TransportError
 from .agreement import Agreement, Signature, signed
 from .board import Board
 from .carriers import Errand, failed, send, send_carrier
-from .contract import Receives, Sends, Terms
+from .contract import Pending, Receives, Sends, Terms
 from .journal import Entry, FlightRecord, Journal
 from .lines import Letter, LineBroken, Lines, Posted, backend_for, check_device, tag_of
 from .lookout import Lookout
+from .staging import Staged
 from .streams import Crossing, crossing
+from .symmetric import Ferried, Refused, Region, Vigil, opened
 
-_CPU = torch.device("cpu")
+_CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
 REFUSED = "an argument was refused"
 
 
@@ -40,6 +46,7 @@ class ProcessGroupTransport:
         self._node_ranks = self._size if node_ranks is None else node_ranks
         self._lines = Lines(group)
         self._control: Lines | None = self._lines if backend_for(group, _CPU) == "gloo" else None
+        self._has_nccl = backend_for(group, _CUDA) not in (None, "gloo")
         self._patience = _own_timeout(group)
         self._record = FlightRecord(self._rank)
         self._board = Board(group)
@@ -51,6 +58,9 @@ class ProcessGroupTransport:
         self._last_posted = threading.Event()
         self._last_posted.set()
         self._journals: list[Journal] = []
+        self._turn = threading.Lock()  # one at a time asks the board: a caller, or the vigil
+        self._vigil = Vigil()
+        self._symmetric: Region | Refused | None = None  # not asked for yet
         self.bytes_sent = 0
 
     @property
@@ -98,7 +108,19 @@ class ProcessGroupTransport:
         self._check_group()
         self._conversations += 1
         facts = {**terms, "longring's version": _version(), "ranks of a node": self.node_ranks}
-        return Talk(self, self._conversations, signed(facts), timeout)
+        opens = terms.get("device") == "cuda" and self._wants_symmetric(facts)
+        return Talk(self, self._conversations, signed(facts), timeout, opens=opens)
+
+    def _wants_symmetric(self, facts: dict[str, object]) -> bool:
+        """Whether CUDA tensors may go through symmetric memory; all ranks must see it alike."""
+        asked = way_for_cuda()
+        facts["way of CUDA tensors"] = asked or "any"
+        return self._size > 1 and asked != "staged" and (asked == "symmetric" or not self._has_nccl)
+
+    @property
+    def symmetric_bytes(self) -> int:
+        """Of this rank's GPU, beside what torch's allocator counts."""
+        return self._symmetric.nbytes if isinstance(self._symmetric, Region) else 0
 
     def _check_group(self) -> None:
         try:
@@ -126,6 +148,8 @@ class ProcessGroupTransport:
     def _close(self) -> None:
         for lines in {self._lines, self._control or self._lines}:
             lines.close()
+        if isinstance(self._symmetric, Region):
+            self._symmetric.release()
 
     def _enter_post(self, what: str, sends: list[Letter], receives: list[Letter]) -> Entry:
         sent, received = (sum(letter.tensor.nbytes for letter in letters) for letters in (sends, receives))
@@ -146,7 +170,15 @@ class Talk:
     waits for its first message waits for the answers too: handing work to threads costs more than a letter.
     """
 
-    def __init__(self, transport: ProcessGroupTransport, number: int, signature: Signature, timeout: float | None):
+    def __init__(
+        self,
+        transport: ProcessGroupTransport,
+        number: int,
+        signature: Signature,
+        timeout: float | None,
+        *,
+        opens: bool = False,
+    ) -> None:
         self._transport, self._number, self._signature = transport, number, signature
         self._is_watched = timeout is not None
         self._timeout = transport._patience if timeout is None else timeout
@@ -159,8 +191,12 @@ class Talk:
         self._is_known = signature.fingerprint in transport._agreed
         self._greeting = self._greeted() if self._is_known else Errand(self._greet)
         self._is_asked = False
-        if not self._is_known:
-            self._ask()
+        self._opening: Errand[None] | None = None
+        if opens and transport._symmetric is None:
+            self._device = torch.device("cuda", torch.cuda.current_device())  # a carrier has another
+            self._opening = Errand(self._open)
+        if not self._is_known or self._opening is not None:
+            send(*self._unasked(), *filter(None, [self._opening]))
 
     def _greeted(self) -> Errand[None]:
         try:
@@ -172,6 +208,11 @@ class Talk:
     def _greet(self, errand: Errand[None]) -> None:
         self._agreement.greet()
         self._agreement.reach(errand)
+
+    def _open(self, errand: Errand[None]) -> None:
+        """In a carrier of every rank, once all are known to make this call."""
+        self._greeting.join()
+        self._transport._symmetric = opened(self._transport._lines.group, self._device, errand)
 
     def _ask(self) -> None:
         """See to it that a carrier waits for the answers."""
@@ -194,7 +235,7 @@ class Talk:
         self._signature = self._signature._replace(words=words)
         self._transport._lookout.say(words, conversation=self._number, what=call)
 
-    def post(self, sends: Sends, receives: Receives, *, what: str) -> InFlight:
+    def post(self, sends: Sends, receives: Receives, *, what: str) -> Pending:
         transport = self._transport
         for peer, tensor in (*sends, *receives):
             _check_message(transport, peer, tensor)
@@ -202,7 +243,18 @@ class Talk:
         outgoing = [self._letter(True, peer, tensor) for peer, tensor in sends if tensor.numel()]
         incoming = [self._letter(False, peer, buffer) for peer, buffer in receives if buffer.numel()]
         entry = transport._enter_post(what, outgoing, incoming)
-        return InFlight(self, [*incoming, *outgoing], entry)
+        return self._on_its_way([*incoming, *outgoing], entry)
+
+    def _on_its_way(self, letters: list[Letter], entry: Entry) -> Pending:
+        device = letters[0].tensor.device if letters else _CPU
+        if device.type == "cuda" and self._opening is not None:
+            self._until_all_agree(entry.what)  # once in the life of a group
+        region, has_nccl = self._transport._symmetric, self._transport._has_nccl
+        if letters and isinstance(region, Region) and region.shore.device.type == device.type:
+            return Ferried(self, region, letters, entry)
+        if device.type == "cuda" and not has_nccl:
+            return Staged(self, letters, entry)
+        return InFlight(self, letters, entry)
 
     def _letter(self, sent: bool, peer: int, tensor: Tensor) -> Letter:
         number = self._counts[sent, peer]
@@ -217,21 +269,39 @@ class Talk:
         return self._transport._control is self._transport._lines
 
     def _until(self, errand: Errand[Any], what: str) -> None:
-        self._transport._lookout.until(
-            errand, what=what, conversation=self._number, signature=self._signature, timeout=self._timeout
-        )
+        turn = self._transport._turn
+        while not turn.acquire(timeout=0.002):
+            if errand.is_over() and errand.error is None:
+                return
+        try:
+            self._transport._lookout.until(
+                errand, what=what, conversation=self._number, signature=self._signature, timeout=self._timeout
+            )
+        finally:
+            turn.release()
 
     def _until_all_agree(self, what: str) -> None:
         if self._all_agree:
             return
         self._ask()
         self._until(self._greeting, what)
+        if self._opening is not None:
+            self._until_open(self._opening, what)
         transport = self._transport
         transport._board.all_were_heard()
         if len(transport._agreed) > 10_000:  # documents that change with every call must not pile up
             transport._agreed.clear()
         transport._agreed.add(self._signature.fingerprint)
         self._all_agree = True
+
+    def _until_open(self, opening: Errand[None], what: str) -> None:
+        self._until(opening, what)
+        self._opening = None
+        found = self._transport._symmetric
+        if isinstance(found, Refused):
+            self._transport._record.note("no symmetric memory", reason=found.reason)
+            if way_for_cuda() == "symmetric":
+                raise TransportError(f"LONGRING_TRANSPORT=symmetric cannot be had: {found.reason}")
 
     def __enter__(self) -> Talk:
         return self
@@ -310,6 +380,14 @@ def _check_message(transport: ProcessGroupTransport, peer: int, tensor: Tensor) 
     if not 0 <= peer < transport.size or peer == transport.rank:
         raise TransportError(f"rank {transport.rank} of {transport.size} cannot exchange a message with rank {peer}")
     check_device(transport._lines.group, tensor, transport.rank)
+
+
+def way_for_cuda() -> str | None:
+    """How CUDA tensors are to travel, where LONGRING_TRANSPORT says it."""
+    asked = os.environ.get("LONGRING_TRANSPORT", "")
+    if asked not in ("", "symmetric", "staged"):
+        raise TransportError(f'LONGRING_TRANSPORT must be "symmetric" or "staged", or not be set; got {asked!r}')
+    return asked or None
 
 
 def _own_timeout(group: dist.ProcessGroup) -> float:

@@ -1,0 +1,117 @@
+"""Stand-ins for CUDA streams and symmetric memory: threads that do one thing after the other, and a shared file.
+
+What runs on them is the transport itself, with its lanes, its vigil and its rescue, in real processes.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longring.transport.lanes import Plan
+from longring.transport.symmetric import Region
+
+
+class Mark:
+    def __init__(self) -> None:
+        self._passed = threading.Event()
+
+    def query(self) -> bool:
+        return self._passed.is_set()
+
+    def put(self) -> None:
+        self._passed.set()
+
+    def wait(self) -> None:
+        self._passed.wait()
+
+
+class ThreadBelt:
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[Callable[[], Any]] = SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            self._tasks.get()()
+
+    def follow(self, mark: Mark) -> None:
+        self._tasks.put(mark.wait)
+
+    def copy(self, into: Tensor, source: Tensor) -> None:
+        assert into.shape == source.shape
+        assert into.dtype == source.dtype == torch.uint8
+        self._tasks.put(lambda: into.copy_(source))
+
+    def fill(self, into: Tensor, byte: int) -> None:
+        self._tasks.put(lambda: into.fill_(byte))
+
+    def write(self, flag: Tensor, value: int) -> None:
+        self._tasks.put(lambda: flag.fill_(_wrapped(value)))
+
+    def wait(self, flag: Tensor, value: int) -> None:
+        def until() -> None:
+            while _wrapped(int(flag.item()) - value) < 0:
+                time.sleep(0.0002)
+
+        self._tasks.put(until)
+
+    def mark(self) -> Mark:
+        mark = Mark()
+        self._tasks.put(mark.put)
+        return mark
+
+
+def _wrapped(value: int) -> int:
+    """As 32 bits with a sign."""
+    return (value + 2**31) % 2**32 - 2**31
+
+
+class ThreadShore:
+    """Where the caller computes at once, a mark has passed when it is made, and to hand over is to wait."""
+
+    device = torch.device("cpu")
+
+    def belt(self) -> ThreadBelt:
+        return ThreadBelt()
+
+    def computed(self) -> Mark:
+        mark = Mark()
+        mark.put()
+        return mark
+
+    def hand_over(self, mark: Mark) -> None:
+        mark.wait()
+
+
+def shared_memories(path: str, plan: Plan) -> list[Tensor]:
+    whole = torch.from_file(path, shared=True, size=plan.size * plan.bytes, dtype=torch.uint8)
+    return list(whole.chunk(plan.size))
+
+
+def region_of(group: Any, outbox: int) -> Region:
+    """In every rank of a world of processes."""
+    plan = Plan(dist.get_world_size(group), outbox)
+    said: list[Any] = [None] * plan.size
+    mine: Any = os.getpid()
+    if dist.get_rank(group) == 0:
+        handle, path = tempfile.mkstemp(prefix="longring-belts-")
+        os.truncate(handle, plan.size * plan.bytes)
+        mine = (os.getpid(), path)
+    dist.all_gather_object(said, mine, group=group)
+    path = said[0][1]
+    memories = shared_memories(path, plan)
+    dist.barrier(group)
+    if dist.get_rank(group) == 0:
+        os.unlink(path)
+    processes = {rank: each[0] if rank == 0 else each for rank, each in enumerate(said)}
+    return Region(dist.get_rank(group), plan, memories, ThreadShore(), processes)
