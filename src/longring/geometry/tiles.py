@@ -65,12 +65,14 @@ class Tile:
 
     def split_repeat(self, most: int) -> Iterator[Tile]:
         """The same work as tiles that stand at most so many times."""
-        count, down, right = self.repeat
-        for first in range(0, count, most):
-            some = min(most, count - first)
-            repeat = Repeat(some, down, right) if some > 1 else ONCE
-            rows, cols = moved(self.rows, first * down), moved(self.cols, first * right)
-            yield replace(self, rows=rows, cols=cols, repeat=repeat)
+        for first in range(0, self.repeat.count, most):
+            yield self.repeats(first, min(most, self.repeat.count - first))
+
+    def repeats(self, first: int, count: int) -> Tile:
+        """So many of its repeats, from the first-th on."""
+        _, down, right = self.repeat
+        repeat = Repeat(count, down, right) if count > 1 else ONCE
+        return replace(self, rows=moved(self.rows, first * down), cols=moved(self.cols, first * right), repeat=repeat)
 
     def part(self, batch: range, kv_heads: range) -> Tile:
         return replace(self, batch=batch, kv_heads=kv_heads)

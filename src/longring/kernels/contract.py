@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from ..geometry.tiles import Tile
-from ..numerics.online_softmax import Partial, accumulator_dtype
+from .totals import Seen, Sums
 
 
 class Gradients(NamedTuple):
-    """Sums of gradients, in the accumulator dtype."""
+    """Gradients, in the accumulator's dtype or rounded once."""
 
     dq: Tensor
     dk: Tensor
@@ -40,16 +39,19 @@ class Kernel(Protocol):
     """Computes a list of tiles, forward and backward, on one device. Tiles are never empty."""
 
     name: str
-    is_deterministic: bool  # the same bits from run to run on one kind of hardware
+
+    def with_the_same_bits(self) -> Kernel | None:
+        """The same, with the same bits from run to run on one kind of hardware, if there is such a thing."""
+        ...
 
     def refusal(self, q: Tensor, k: Tensor) -> str | None:
         """Why this kernel cannot compute exactly on such tensors, or None if it can."""
         ...
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], *, scale: float, total: Partial | None = None
-    ) -> Partial:
-        """Everything the tiles see, merged with `total`, which is used up."""
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], *, scale: float, total: Seen | None = None
+    ) -> Seen:
+        """Everything the tiles see, brought to `total`."""
         ...
 
     def backward(
@@ -61,20 +63,7 @@ class Kernel(Protocol):
         tiles: Sequence[Tile],
         *,
         scale: float,
-        total: Gradients | None = None,
-    ) -> Gradients:
-        """The tiles' gradients added to `total`, in place."""
+        total: Sums | None = None,
+    ) -> Sums:
+        """The tiles' gradients, brought to `total`."""
         ...
-
-
-def no_gradients(q: Tensor, k: Tensor) -> Gradients:
-    return with_other_keys(_zeros(q), k)
-
-
-def with_other_keys(dq: Tensor, k: Tensor) -> Gradients:
-    """dQ as it is so far, and nothing yet for the keys and values at hand."""
-    return Gradients(dq, _zeros(k), _zeros(k))
-
-
-def _zeros(like: Tensor) -> Tensor:
-    return torch.zeros(like.shape, dtype=accumulator_dtype(like.dtype), device=like.device)

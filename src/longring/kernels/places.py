@@ -62,6 +62,14 @@ class Place(NamedTuple):
         return self.view(x.transpose(1, 2).unsqueeze(-1)).squeeze(-1)
 
 
+class Part(NamedTuple):
+    """What was computed for the rows of a place."""
+
+    place: Place
+    out: Tensor  # [many, heads, rows, d]
+    lse: Tensor | None  # [many, heads, rows]; none where parts are plainly added
+
+
 class Stack(NamedTuple):
     """Equal pieces of the score matrix, computed by one call."""
 

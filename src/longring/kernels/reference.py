@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..geometry.tiles import Tile
-from ..numerics.online_softmax import Partial, accumulator_dtype, merge_, nothing_seen
-from .contract import Gradients, Upstream, no_gradients
+from ..numerics.online_softmax import accumulator_dtype, merge_
+from .contract import Upstream
+from .totals import Seen, Sums
 from .views import key_view, query_view, row_view
 
 SCORES_AT_ONCE = 1 << 21  # elements: 8 MiB of float32, a few of which are alive at a time
@@ -18,15 +19,18 @@ SIDE = 512  # of a block
 
 class ReferenceKernel:
     name = "reference"
-    is_deterministic = True
+
+    def with_the_same_bits(self) -> ReferenceKernel:
+        return self
 
     def refusal(self, q: Tensor, k: Tensor) -> str | None:
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], *, scale: float, total: Partial | None = None
-    ) -> Partial:
-        total = nothing_seen(q) if total is None else total
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], *, scale: float, total: Seen | None = None
+    ) -> Seen:
+        found = Seen(q) if total is None else total
+        seen = found.in_place()
         heads, dtype = k.shape[2], accumulator_dtype(q.dtype)
         for tile in _blocks(tiles, q.shape[2] // heads):
             mask = _mask(tile, q.device)
@@ -34,8 +38,8 @@ class ReferenceKernel:
             lse = scores.logsumexp(-1)
             weights = _weights(scores, lse, mask)
             out = _weighted_sum(weights, key_view(v, tile).to(dtype), mask)
-            merge_(query_view(total.out, tile, heads), row_view(total.lse, tile, heads), out, lse)
-        return total
+            merge_(query_view(seen.out, tile, heads), row_view(seen.lse, tile, heads), out, lse)
+        return found
 
     def backward(
         self,
@@ -46,9 +50,10 @@ class ReferenceKernel:
         tiles: Sequence[Tile],
         *,
         scale: float,
-        total: Gradients | None = None,
-    ) -> Gradients:
-        total = no_gradients(q, k) if total is None else total
+        total: Sums | None = None,
+    ) -> Sums:
+        total = Sums.of(q, k) if total is None else total
+        dq, dk, dv = (one.in_place() for one in total)
         heads, dtype = k.shape[2], accumulator_dtype(q.dtype)
         delta = _delta(upstream, dtype)
         for tile in _blocks(tiles, q.shape[2] // heads):
@@ -58,11 +63,11 @@ class ReferenceKernel:
             weights = _weights(_scores(q_, k_, scale, mask), row_view(upstream.lse, tile, heads), mask)
             dscores = weights * (dout @ v_.mT - row_view(delta, tile, heads).unsqueeze(-1)) * scale
             dscores = dscores if mask is None else dscores.masked_fill(~mask, 0.0)
-            query_view(total.dq, tile, heads).add_(_weighted_sum(dscores, k_, mask))
+            query_view(dq, tile, heads).add_(_weighted_sum(dscores, k_, mask))
             across = None if mask is None else mask.mT
             # every query head of a kv head adds to its gradient
-            key_view(total.dk, tile).add_(_weighted_sum(dscores.mT, q_, across).sum(3, keepdim=True))
-            key_view(total.dv, tile).add_(_weighted_sum(weights.mT, dout, across).sum(3, keepdim=True))
+            key_view(dk, tile).add_(_weighted_sum(dscores.mT, q_, across).sum(3, keepdim=True))
+            key_view(dv, tile).add_(_weighted_sum(weights.mT, dout, across).sum(3, keepdim=True))
         return total
 
 

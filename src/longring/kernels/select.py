@@ -8,38 +8,64 @@ from torch import Tensor
 
 from ..errors import KernelRefusal
 from .contract import Kernel
+from .fused import FusedKernel
+from .operations.contract import Operation
+from .operations.cpu import CpuFlash
+from .operations.cuda import Cudnn, Efficient, Flash
+from .operations.flash_attn import FlashAttn4
 from .reference import ReferenceKernel
-from .sdpa import SdpaKernel
 
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (SdpaKernel(), ReferenceKernel())}  # best first
+TORCH: tuple[Operation, ...] = (CpuFlash(), Cudnn(), Flash(), Efficient())
+PACKAGES: tuple[Operation, ...] = (FlashAttn4(),)
+ON_GPU = (*PACKAGES, *TORCH[1:])
+
+KERNELS: dict[str, Kernel] = {
+    "sdpa": FusedKernel("sdpa", TORCH),  # what PyTorch has, the fastest of it for every tile
+    **{operation.name: FusedKernel(operation.name, [operation]) for operation in ON_GPU},
+    "reference": ReferenceKernel(),
+}
+OTHER_BITS = "may give other bits from run to run, and deterministic=True was asked for"
 
 _log = logging.getLogger("longring")
 
 
 def select_kernel(name: str, q: Tensor, k: Tensor, *, deterministic: bool = False) -> tuple[Kernel, str]:
-    """(the kernel called `name`, or with "auto" the first in `KERNELS` that does not refuse; why it)."""
+    """(the kernel called `name`, or with "auto" the fastest that does not refuse; why it)."""
     if name == "auto":
-        return _first_willing(q, k, deterministic)
+        return _fastest(q, k, deterministic)
     if not isinstance(name, str) or name not in KERNELS:
         raise KernelRefusal(f"kernel must be one of auto, {', '.join(KERNELS)}; got {name!r}")
-    if reason := _refusal(KERNELS[name], q, k, deterministic):
+    reason, kernel = None, KERNELS[name]
+    if deterministic:
+        kernel = kernel.with_the_same_bits()
+        reason = OTHER_BITS if kernel is None or _is_for_others(kernel, KERNELS[name], q, k) else None
+    reason = reason or (None if kernel is None else kernel.refusal(q, k))
+    if reason is not None or kernel is None:
         raise KernelRefusal(f"kernel {name!r} {reason}; pass kernel='auto' to let another be chosen")
-    return KERNELS[name], "asked for by name"
+    return kernel, "asked for by name"
 
 
-def _refusal(kernel: Kernel, q: Tensor, k: Tensor, deterministic: bool) -> str | None:
-    if deterministic and not kernel.is_deterministic:
-        return "may give other bits from run to run, and deterministic=True was asked for"
-    return kernel.refusal(q, k)
+def _is_for_others(strict: Kernel, kernel: Kernel, q: Tensor, k: Tensor) -> bool:
+    """Whether what is left of the kernel, strict about bits, refuses tensors that it took before."""
+    return strict.refusal(q, k) is not None and kernel.refusal(q, k) is None
 
 
-def _first_willing(q: Tensor, k: Tensor, deterministic: bool) -> tuple[Kernel, str]:
+def _fastest(q: Tensor, k: Tensor, deterministic: bool) -> tuple[Kernel, str]:
+    willing: list[Operation] = []
     refused: list[str] = []
-    for kernel in KERNELS.values():
-        reason = _refusal(kernel, q, k, deterministic)
-        if reason is None:
-            why = "; ".join(refused) or "the first choice"
-            _log.debug("kernel %s: %s", kernel.name, why)
-            return kernel, why
-        refused.append(f"{kernel.name} {reason}")
-    raise AssertionError("the reference kernel never refuses")
+    for operation in (*PACKAGES, *TORCH):
+        strict = operation.with_the_same_bits() if deterministic else operation
+        reason = OTHER_BITS if strict is None else strict.refusal(q, q.shape[3])
+        if strict is not None and reason is None:
+            willing.append(strict)
+        else:
+            refused.append(f"{operation.name} {reason}")
+    if not willing:
+        kernel, why = KERNELS["reference"], "; ".join(refused)
+    elif all(operation in TORCH for operation in willing):
+        kernel, why = KERNELS["sdpa"], "the first choice"
+    else:
+        kernel = FusedKernel(" or ".join(operation.name for operation in willing), willing)
+        why = "the fastest of them for every tile, forward and backward"
+    _log.debug("kernel %s: %s", kernel.name, why)
+    return kernel, why

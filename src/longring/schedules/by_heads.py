@@ -15,7 +15,8 @@ from torch import Tensor
 from ..geometry.heads import ByHeads
 from ..geometry.layouts import size
 from ..geometry.parcels import Delivery, Piece
-from ..kernels.contract import Gradients, Upstream, no_gradients
+from ..kernels.contract import Gradients, Upstream
+from ..kernels.totals import Sum, Sums
 from ..numerics.online_softmax import Partial, accumulator_dtype, merge_, nothing_seen
 from ..transport.contract import Conversation, Pending
 from .contract import Journey, Schedule
@@ -44,31 +45,33 @@ def forward(journey: Journey, q: Tensor, k: Tensor, v: Tensor) -> Partial:
         answers = [_of_queries(plan, x, [one[i] for one in seen]) for i, x in enumerate((out, lse))]
         come_back(plan, talk, "forward", answers)
     far = Partial(out, lse.squeeze(-1).mT)
-    if near.total is None:
+    if near.total.is_empty:
         return far
-    merge_(near.total.out, near.total.lse.mT, far.out, far.lse.mT)
-    return near.total
+    total = near.total.in_place()
+    merge_(total.out, total.lse.mT, far.out, far.lse.mT)
+    return total
 
 
 def backward(journey: Journey, upstream: Upstream, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
     plan: ByHeads = journey.plan
-    own = no_gradients(q, k)
-    near = BackwardDesk(journey.kernel, journey.scale, q, upstream, own.dq)
+    sums = Sums.of(q, k)
+    near = BackwardDesk(journey.kernel, journey.scale, q, upstream, sums.dq)
     with journey.converse("backward", q) as talk:
         rows = [_of_queries(plan, x) for x in (q, *_as_columns(upstream))] if plan.far else []
         keys = [_of_keys(plan, x) for x in (k, v)] if plan.far else []
         leaving = Leaving(plan, talk, "backward", [*rows, *keys])
-        near.look(plan.near, k, v, own.dk, own.dv, f"{journey.name}, backward, own branches")
+        near.look(plan.near, k, v, sums.dk, sums.dv, f"{journey.name}, backward, own branches")
         if not rows:
-            return own
+            return Gradients(*(one.result() for one in sums))
         leaving.take_seats()
         desks = [
             _backward_desk(journey, _slice(desk.kv_heads, plan.kv_heads), *(column.at_desks[number] for column in rows))
             for number, desk in enumerate(plan.desks)
         ]
         found = go_backward(Trip(journey, plan.between, talk), desks, keys[0].at_desks[0], keys[1].at_desks[0])
+        own = Gradients(*(one.in_place() for one in sums))
         dq = torch.zeros(q.shape, dtype=q.dtype if plan.is_final else own.dq.dtype, device=q.device)
-        columns = [_of_queries(plan, dq, [desk.dq.to(dq.dtype) for desk in desks])]
+        columns = [_of_queries(plan, dq, [desk.dq.result().to(dq.dtype) for desk in desks])]
         columns += [_of_keys(plan, mine, [theirs]) for mine, theirs in zip((own.dk, own.dv), found, strict=True)]
         come_back(plan, talk, "backward", columns)
     return Gradients(own.dq.add_(dq) if plan.near else dq, own.dk, own.dv)
@@ -99,7 +102,7 @@ def _backward_desk(
 ) -> BackwardDesk:
     gradient_of_lse = dlse.squeeze(-1).mT if dlse.any() else None  # kernels are faster without
     upstream = Upstream(dout, gradient_of_lse, out, lse.squeeze(-1).mT)
-    return BackwardDesk(journey.kernel, journey.scale, q, upstream, no_gradients(q, q[:, :0]).dq, kv_heads)
+    return BackwardDesk(journey.kernel, journey.scale, q, upstream, Sum(q), kv_heads)
 
 
 # --------------------------------------------------------------------------------------- changing places

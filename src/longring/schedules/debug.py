@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from ..errors import NotFinite
 from ..geometry.tiles import Tile
-from ..kernels.contract import Gradients, Upstream
+from ..kernels.contract import Upstream
 from ..numerics.online_softmax import Partial
 
 VARIABLE = "LONGRING_DEBUG"
@@ -27,7 +28,7 @@ def check_found(found: Partial, tile: Tile, q: Tensor, k: Tensor, v: Tensor, wha
 
 
 def check_gradients(
-    found: Gradients, tile: Tile, upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, what: str
+    found: Sequence[Tensor], tile: Tile, upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, what: str
 ) -> None:
     if all(x.isfinite().all() for x in found):
         return

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import Tensor
 
 from ..geometry.tiles import Tile
-from ..kernels.contract import Gradients, Kernel, Upstream
-from ..numerics.online_softmax import Partial, nothing_seen
+from ..kernels.contract import Kernel, Upstream
+from ..kernels.totals import Seen, Sum, Sums
+from ..numerics.online_softmax import Partial
 from .debug import check_found, check_gradients, is_debugging
 
 Tiles = tuple[Tile, ...]
@@ -17,25 +19,32 @@ Tiles = tuple[Tile, ...]
 
 @dataclass
 class Desk:
-    """Queries of some heads; `kv_heads` are theirs among the keys at hand."""
+    """Queries of some heads; `kv_heads` are theirs among the keys at hand.
+
+    `is_one_look`: they look once, and there is nothing else to see.
+    """
 
     kernel: Kernel
     scale: float
     q: Tensor
     kv_heads: slice = field(default_factory=lambda: slice(None))
-    total: Partial | None = None
+    is_one_look: bool = False
+
+    @cached_property
+    def total(self) -> Seen:
+        return Seen(self.q, is_one_look=self.is_one_look and not is_debugging())
 
     def look(self, tiles: Tiles, k: Tensor, v: Tensor, what: str) -> None:
         """Compute the tiles, and merge what they see. `what` says which step this is, should something be wrong."""
         k, v = k[:, :, self.kv_heads], v[:, :, self.kv_heads]
         for some in _at_once(tiles):
-            self.total = self.kernel.forward(self.q, k, v, some, scale=self.scale, total=self.total)
+            self.kernel.forward(self.q, k, v, some, scale=self.scale, total=self.total)
             if is_debugging():
-                check_found(self.total, some[0], self.q, k, v, what)
+                check_found(self.total.in_place(), some[0], self.q, k, v, what)
 
     @property
     def seen(self) -> Partial:
-        return nothing_seen(self.q) if self.total is None else self.total
+        return self.total.result()
 
 
 @dataclass
@@ -46,17 +55,21 @@ class BackwardDesk:
     scale: float
     q: Tensor
     upstream: Upstream
-    dq: Tensor
+    dq: Sum
     kv_heads: slice = field(default_factory=lambda: slice(None))
 
-    def look(self, tiles: Tiles, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, what: str) -> None:
+    def look(self, tiles: Tiles, k: Tensor, v: Tensor, dk: Sum, dv: Sum, what: str) -> None:
         """Add the tiles' gradients to dq, dk and dv."""
-        k, v, dk, dv = (x[:, :, self.kv_heads] for x in (k, v, dk, dv))
-        total = Gradients(self.dq, dk, dv)
+        if not tiles:
+            return
+        k, v = k[:, :, self.kv_heads], v[:, :, self.kv_heads]
+        total = Sums(self.dq, dk.of_heads(self.kv_heads), dv.of_heads(self.kv_heads))
         for some in _at_once(tiles):
             self.kernel.backward(self.upstream, self.q, k, v, some, scale=self.scale, total=total)
             if is_debugging():
-                check_gradients(total, some[0], self.upstream, self.q, k, v, what)
+                check_gradients([one.in_place() for one in total], some[0], self.upstream, self.q, k, v, what)
+        total.dk.handed_back()
+        total.dv.handed_back()
 
 
 def _at_once(tiles: Tiles) -> Iterator[Tiles]:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..geometry.itinerary import Gathering, Post
 from ..geometry.layouts import Shard
-from ..kernels.contract import Gradients, Upstream, no_gradients
+from ..kernels.contract import Gradients, Upstream
+from ..kernels.totals import Sums
 from ..numerics.online_softmax import Partial, accumulator_dtype
 from ..transport.contract import Conversation, Pending, Transport
 from .contract import Journey, Schedule
@@ -20,7 +21,7 @@ from .desk import BackwardDesk, Desk
 def forward(journey: Journey, q: Tensor, k: Tensor, v: Tensor) -> Partial:
     with journey.converse("forward", q) as talk:
         all_k, all_v = collect(journey.transport, talk, [k, v], journey.task.keys.shards, what="forward")
-    desk = Desk(journey.kernel, journey.scale, q)
+    desk = Desk(journey.kernel, journey.scale, q, is_one_look=True)
     desk.look(journey.plan.tiles, all_k, all_v, f"{journey.name}, forward")
     return desk.seen
 
@@ -28,10 +29,10 @@ def forward(journey: Journey, q: Tensor, k: Tensor, v: Tensor) -> Partial:
 def backward(journey: Journey, upstream: Upstream, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
     with journey.converse("backward", q) as talk:
         all_k, all_v = collect(journey.transport, talk, [k, v], journey.task.keys.shards, what="backward")
-        found = no_gradients(q, all_k)
+        found = Sums.of(q, all_k)
         desk = BackwardDesk(journey.kernel, journey.scale, q, upstream, found.dq)
         desk.look(journey.plan.tiles, all_k, all_v, found.dk, found.dv, f"{journey.name}, backward")
-        return _scattered(journey, talk, found, k)
+        return _scattered(journey, talk, Gradients(found.dq.result(), found.dk.in_place(), found.dv.in_place()), k)
 
 
 def collect(

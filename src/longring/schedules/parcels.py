@@ -20,7 +20,7 @@ def unpack(flat: Tensor, parcel: Parcel, batch: int, kv_heads: int) -> Tensor:
     """The parcel as [batch, rows of its frame, kv_heads, d]; rows that are not in it have no meaning."""
     d = flat.numel() // parcel.vectors
     shape = (batch, len(parcel.frame), kv_heads, d)
-    if _is_one_block(parcel, batch, kv_heads):
+    if is_one_block(parcel, batch, kv_heads):
         return flat.view(shape)
     x = flat.new_zeros(shape)
     for place, part in _places_and_parts(x, flat, parcel, parcel.frame):
@@ -28,7 +28,7 @@ def unpack(flat: Tensor, parcel: Parcel, batch: int, kv_heads: int) -> Tensor:
     return x
 
 
-def _is_one_block(parcel: Parcel, batch: int, kv_heads: int) -> bool:
+def is_one_block(parcel: Parcel, batch: int, kv_heads: int) -> bool:
     """Whether the parcel is the same rows of every batch row and head, so that it lies in place as it is."""
     share, *others = parcel.shares
     every_row_and_head = (len(share.batch), len(share.kv_heads)) == (batch, kv_heads)

@@ -15,27 +15,30 @@ from torch import Tensor
 
 from ..geometry.itinerary import HOME, Itinerary, Post, Step
 from ..geometry.parcels import Parcel
-from ..kernels.contract import Gradients, Upstream, no_gradients
+from ..kernels.contract import Gradients, Upstream
+from ..kernels.totals import Sum
 from ..numerics.online_softmax import Partial, accumulator_dtype
 from ..transport.contract import Conversation, Pending
 from .buffers import Loan, buffers_of
 from .contract import Journey, Schedule
+from .debug import is_debugging
 from .desk import BackwardDesk, Desk
-from .parcels import add_parcel, pack, unpack
+from .parcels import add_parcel, is_one_block, pack, unpack
 
 
 def forward(journey: Journey, q: Tensor, k: Tensor, v: Tensor) -> Partial:
-    desk = Desk(journey.kernel, journey.scale, q)
+    desk = Desk(journey.kernel, journey.scale, q, is_one_look=len(journey.plan) == 1)
     with journey.converse("forward", q) as talk:
         go_forward(Trip(journey, journey.plan, talk), [desk], k, v)
     return desk.seen
 
 
 def backward(journey: Journey, upstream: Upstream, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-    desk = BackwardDesk(journey.kernel, journey.scale, q, upstream, no_gradients(q, k[:, :0]).dq)
+    dq = Sum(q, is_one_look=len(journey.plan) == 1 and not is_debugging())
+    desk = BackwardDesk(journey.kernel, journey.scale, q, upstream, dq)
     with journey.converse("backward", q) as talk:
         dk, dv = go_backward(Trip(journey, journey.plan, talk), [desk], k, v)
-    return Gradients(desk.dq, dk, dv)
+    return Gradients(dq.result(), dk, dv)
 
 
 class Trip(NamedTuple):
@@ -80,14 +83,16 @@ def go_backward(trip: Trip, desks: Sequence[BackwardDesk], k: Tensor, v: Tensor)
     while the last gradients come home.
     """
     itinerary, name = trip.itinerary, trip.name
-    home, own = itinerary.home, Own(k, itinerary.home.split if len(itinerary) > 1 else 0)
+    if len(itinerary) == 1:
+        return _stay_at_home(trip, desks, k, v)
+    home, own = itinerary.home, Own(k, itinerary.home.split)
     travel = Travel(trip, k, v, "backward")
     following = Following(trip, own, k)
     for number, step in travel.steps():
         if number == 0:
-            late = home.late if len(itinerary) > 1 else home.tiles
-            for desk, tiles in zip(desks, late, strict=True):
-                desk.look(tiles, k[:, own.split :], v[:, own.split :], *own.late, f"{name}, backward, own keys")
+            late_k, late_v, dk, dv = k[:, own.split :], v[:, own.split :], *map(Sum.on, own.late)
+            for desk, tiles in zip(desks, home.late, strict=True):
+                desk.look(tiles, late_k, late_v, dk, dv, f"{name}, backward, own keys")
             continue
         found: dict[int, Found] = {}
         for visit in step.visits:
@@ -99,12 +104,20 @@ def go_backward(trip: Trip, desks: Sequence[BackwardDesk], k: Tensor, v: Tensor)
         following.arrive(found)
         following.leave(number, step, found)
     dk, dv = own.as_one()
-    if len(itinerary) > 1:
-        for desk, tiles in zip(desks, home.early, strict=True):
-            own_k, own_v, own_dk, own_dv = (x[:, : own.split] for x in (k, v, dk, dv))
-            desk.look(tiles, own_k, own_v, own_dk, own_dv, f"{name}, backward, own keys")
+    for desk, tiles in zip(desks, home.early, strict=True):
+        own_k, own_v, own_dk, own_dv = (x[:, : own.split] for x in (k, v, dk, dv))
+        desk.look(tiles, own_k, own_v, Sum.on(own_dk), Sum.on(own_dv), f"{name}, backward, own keys")
     following.arrive({})
     return dk, dv
+
+
+def _stay_at_home(trip: Trip, desks: Sequence[BackwardDesk], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Where nobody visits, and rows are done as soon as their tiles are."""
+    is_one_look = len(desks) == 1 and not is_debugging()
+    dk, dv = Sum(k, is_one_look=is_one_look), Sum(v, is_one_look=is_one_look)
+    for desk, tiles in zip(desks, trip.itinerary.home.tiles, strict=True):
+        desk.look(tiles, k, v, dk, dv, f"{trip.name}, backward, own keys")
+    return dk.result(), dv.result()
 
 
 # ------------------------------------------------------------------------------------------ keys and values
@@ -186,19 +199,29 @@ class Found(NamedTuple):
     """This rank's part of a visitor's gradients."""
 
     parcel: Parcel
-    dk: Tensor
-    dv: Tensor
+    dk: Sum
+    dv: Sum
     loans: tuple[Loan, Loan]
 
     @classmethod
     def nothing_yet(cls, trip: Trip, k: Tensor, parcel: Parcel) -> Found:
         loans = trip.loans(k.numel(), accumulator_dtype(k.dtype), k.device)
-        dk, dv = (loan.flat.zero_().view(k.shape) for loan in loans)
+        dk, dv = (Sum(k, into=loan.flat.view(k.shape)) for loan in loans)
         return cls(parcel, dk, dv, loans)
+
+    def add(self, parcel: Parcel, brought: Sequence[Tensor]) -> None:
+        """What others found for the same visitor. It is used up when this returns."""
+        for mine, flat in zip((self.dk, self.dv), brought, strict=True):
+            batch, rows, heads, d = mine.shape
+            if is_one_block(parcel, batch, heads) and parcel.frame == self.parcel.frame:
+                mine.add_all(flat.view(batch, rows, heads, d))
+            else:
+                add_parcel(mine.in_place(), flat, parcel, self.parcel.frame)
+            mine.in_place()
 
 
 def _gradients_of(k: Tensor) -> tuple[Tensor, Tensor]:
-    _, dk, dv = no_gradients(k[:, :0], k)
+    dk, dv = (torch.zeros(k.shape, dtype=accumulator_dtype(k.dtype), device=k.device) for _ in "kv")
     return dk, dv
 
 
@@ -255,8 +278,7 @@ class Following:
             if lane == HOME:
                 self._own.add(parcel, [loan.flat for loan in loans])
             else:
-                for mine, loan in zip((found[lane].dk, found[lane].dv), loans, strict=True):
-                    add_parcel(mine, loan.flat, parcel, found[lane].parcel.frame)
+                found[lane].add(parcel, [loan.flat for loan in loans])
             for loan in loans:
                 loan.done()
         self._under_way = None
@@ -273,7 +295,7 @@ class Following:
         sending: list[Loan] = []
         for lane, parcel in post.sends:
             part = found[lane]
-            sends += [(parcel.receiver, pack(x, parcel, part.parcel.frame)) for x in (part.dk, part.dv)]
+            sends += [(parcel.receiver, pack(x.in_place(), parcel, part.parcel.frame)) for x in (part.dk, part.dv)]
             sending += [loan.shared() for loan in part.loans]
         dtype = accumulator_dtype(self._k.dtype)
         expected = [(lane, parcel, self._trip.room(parcel, dtype, self._k)) for lane, parcel in post.receives]

@@ -24,16 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...numerics.online_softmax import Partial
-from ..places import Place
-
-
-class Part(NamedTuple):
-    """What one operation found, and the rows it found it for."""
-
-    place: Place
-    out: Tensor  # [many, heads, rows, d]
-    lse: Tensor | None  # [many, heads, rows]; None in sums
-
+from ..places import Part, Place
 
 MOST = 16  # parts in a launch; more of them take several
 

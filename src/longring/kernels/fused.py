@@ -1,0 +1,243 @@
+"""Tiles by fused operations: gathered into stacks, each computed by the fastest operation that takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..geometry.ranges import moved
+from ..geometry.slabs import Slab, slabs
+from ..geometry.tiles import Repeat, Tile, without_bands
+from .contract import Upstream
+from .operations.contract import Operation, Rows, with_columns_for_dlse
+from .places import Place, Stack, stacks
+from .rates import Pass, Size, by_speed, generation
+from .reference import ReferenceKernel
+from .totals import Seen, Sums, is_lazy
+
+SMALLEST_PORTION = 1 << 18  # elements: below 1 MiB a stack is not cut to save memory
+SMALLEST_SLAB = 1 << 29  # elements: 1 GiB of 16 bits keeps a large GPU busy for milliseconds
+MOST_SLABS = 8
+
+
+class FusedKernel:
+    """One operation, or several of which every stack takes the fastest, forward and backward apart."""
+
+    def __init__(self, name: str, operations: Sequence[Operation]) -> None:
+        self.name, self._operations = name, tuple(operations)
+
+    def with_the_same_bits(self) -> FusedKernel | None:
+        """Of its operations those that give the same bits from run to run."""
+        found = [one for operation in self._operations if (one := operation.with_the_same_bits()) is not None]
+        return FusedKernel(self.name, found) if found else None
+
+    def refusal(self, q: Tensor, k: Tensor) -> str | None:
+        reasons = [operation.refusal(q, q.shape[3]) for operation in self._operations]
+        if None in reasons:
+            return None
+        one = len(self._operations) == 1
+        said = (f"{o.name} {why}" for o, why in zip(self._operations, reasons, strict=True))
+        return str(reasons[0]) if one else f"has no operation for this: {'; '.join(said)}"
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], *, scale: float, total: Seen | None = None
+    ) -> Seen:
+        total = Seen(q) if total is None else total
+        q, k, v = _aligned(q), _aligned(k), _aligned(v)
+        sign, scale = _positive(scale)
+        signed = q if sign == 1 else sign * q
+        for slab in _slabs(tiles, q, k, can_be_done=total.can_be_done):
+            for stack in _stacks(slab, q, k, is_first=total.is_empty):
+                operation = self._fastest("forward", stack, q)
+                if operation is None:
+                    ReferenceKernel().forward(q, k, v, _as_tiles(stack), scale=sign * scale, total=total)
+                else:
+                    _look(operation, signed, k, v, stack, scale, total)
+            if total.can_be_done:
+                total.rows_done(slab.rows)
+        return total
+
+    def backward(
+        self,
+        upstream: Upstream,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Sequence[Tile],
+        *,
+        scale: float,
+        total: Sums | None = None,
+    ) -> Sums:
+        total = Sums.of(q, k) if total is None else total
+        upstream = upstream._replace(dout=_aligned(upstream.dout), out=_aligned(upstream.out))
+        q, k, v = _aligned(q), _aligned(k), _aligned(v)
+        sign, scale = _positive(scale)
+        signed = q if sign == 1 else sign * q
+        can_be_done = all(one.can_be_done for one in total)
+        for slab in _slabs(tiles, q, k, can_be_done=can_be_done):
+            for stack in _stacks(slab, q, k, is_first=all(one.is_empty for one in total)):
+                operation = self._fastest("backward", stack, q, with_dlse=upstream.dlse is not None)
+                if operation is None:
+                    ReferenceKernel().backward(upstream, q, k, v, _as_tiles(stack), scale=sign * scale, total=total)
+                else:
+                    _look_back(operation, upstream, signed, k, v, stack, scale, total, sign)
+            if can_be_done:
+                for one in total:
+                    one.rows_done(slab.rows)
+        return total
+
+    def _fastest(self, which: Pass, stack: Stack, q: Tensor, *, with_dlse: bool = False) -> Operation | None:
+        """None where each of them has limits that the stack is beyond."""
+        place, cols = stack.queries, len(stack.keys.rows)
+        size = Size(q.shape[3], place.many * place.heads, len(place.rows), cols, stack.shape != "full")
+        return _picked(self._operations, which, size, q.dtype, q.device, with_dlse)
+
+
+@lru_cache(maxsize=4096)
+def _picked(
+    operations: tuple[Operation, ...],
+    which: Pass,
+    size: Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    with_dlse: bool,
+) -> Operation | None:
+    like = torch.empty(0, dtype=dtype, device=device)
+    willing = {}
+    for operation in operations:
+        d = size.d + (operation.columns_for_dlse(size.d) if with_dlse else 0)
+        if operation.refusal(like, d) is None and operation.takes(size.rows, size.cols):
+            willing[operation.name] = operation
+    if len(willing) < 2 or device.type != "cuda":
+        return next(iter(willing.values()), None)
+    kind = generation(torch.cuda.get_device_capability(device))
+    return willing[by_speed(tuple(willing), which, size, kind)[0]]
+
+
+# ------------------------------------------------------------------------------------------------- one stack
+# the two below are functions so that a stack's results are freed before the next makes its own
+
+
+def _look(operation: Operation, q: Tensor, k: Tensor, v: Tensor, stack: Stack, scale: float, total: Seen) -> None:
+    total.add(stack.queries, *_attend(operation, q, k, v, stack, scale))
+
+
+def _look_back(
+    operation: Operation,
+    upstream: Upstream,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    stack: Stack,
+    scale: float,
+    total: Sums,
+    sign: float,
+) -> None:
+    dq, dk, dv = _attend_backward(operation, upstream, q, k, v, stack, scale)
+    total.dq.add(stack.queries, dq if sign == 1 else sign * dq)
+    total.dk.add(stack.keys, dk)
+    total.dv.add(stack.keys, dv)
+
+
+def _attend(operation: Operation, q: Tensor, k: Tensor, v: Tensor, stack: Stack, scale: float) -> tuple[Tensor, Tensor]:
+    flipped = stack.shape == "flipped"
+    q_, k_, v_ = _operands(q, k, v, stack)
+    out, lse = operation.forward(q_, k_, v_, stack.shape != "full", scale)
+    return (out.flip(2), lse.flip(2)) if flipped else (out, lse)
+
+
+def _attend_backward(
+    operation: Operation, upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, stack: Stack, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    flipped, d = stack.shape == "flipped", q.shape[3]
+    q_, k_, v_ = _operands(q, k, v, stack)
+    rows = _rows(upstream, stack.queries, flipped)
+    columns = 0 if rows.dlse is None else operation.columns_for_dlse(d)
+    if columns:
+        rows, q_, k_, v_ = with_columns_for_dlse(rows, q_, k_, v_, columns)
+    found = operation.backward(rows, q_, k_, v_, stack.shape != "full", scale)
+    dq, dk, dv = (_turned(x[..., :d] if columns else x, flipped) for x in found)
+    return dq, dk, dv
+
+
+def _operands(q: Tensor, k: Tensor, v: Tensor, stack: Stack) -> tuple[Tensor, Tensor, Tensor]:
+    views = stack.queries.view(q), stack.keys.view(k), stack.keys.view(v)
+    q_, k_, v_ = (_turned(x, stack.shape == "flipped") for x in views)
+    return q_, k_, v_
+
+
+def _rows(upstream: Upstream, place: Place, flipped: bool) -> Rows:
+    dout, out = (_turned(place.view(x), flipped) for x in (upstream.dout, upstream.out))
+    lse = _turned(place.row_view(upstream.lse), flipped)
+    dlse = None if upstream.dlse is None else _turned(place.row_view(upstream.dlse), flipped)
+    return Rows(dout, out, lse, dlse)
+
+
+def _turned(x: Tensor, flipped: bool) -> Tensor:
+    """Read from the last row and column, b >= a is b <= a."""
+    return x.flip(2) if flipped else x
+
+
+def _positive(scale: float) -> tuple[float, float]:
+    """(factor of q, scale above 0): a causal mask of -inf times the scale is nan at 0 and +inf below it."""
+    if 1e-30 < abs(scale) < 1e30:  # well inside what float32 can hold
+        return (1.0, scale) if scale > 0 else (-1.0, -scale)
+    return scale, 1.0
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """As it is, unless a GPU could not load it 16 bytes at a time, or a gradient was expanded from one number."""
+    if x.device.type == "cpu" or not x.numel():
+        return x
+    step = 16 // x.element_size()
+    is_dense = x.stride(-1) == 1 or x.shape[-1] == 1
+    is_spread = all(
+        stride % step == 0 and stride > 0 for stride, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1
+    )
+    if is_dense and ((is_spread and x.data_ptr() % 16 == 0) or x.shape[-1] % step):
+        return x
+    return x.contiguous() if not x.is_contiguous() else x.clone()
+
+
+# ------------------------------------------------------------------------------------------- how much at once
+
+
+def _slabs(tiles: Sequence[Tile], q: Tensor, k: Tensor, *, can_be_done: bool) -> Sequence[Slab]:
+    """Stretches after which rows are done, where that can be used; else everything at once."""
+    if not can_be_done or q.shape[1] != k.shape[1]:
+        return [Slab(range(q.shape[1]), tuple(tiles))]
+    row = q.numel() // q.shape[1]
+    least = max(q.shape[1] // MOST_SLABS, SMALLEST_SLAB // row)
+    return slabs(tuple(tiles), q.shape[1], least)
+
+
+@lru_cache(maxsize=256)
+def _all_stacks(tiles: tuple[Tile, ...], share: int) -> tuple[Stack, ...]:
+    return tuple(stacks([piece for tile in tiles for piece in without_bands(tile)], share))
+
+
+def _stacks(slab: Slab, q: Tensor, k: Tensor, *, is_first: bool) -> Iterator[Stack]:
+    """Cut, where every part is merged at once, until a part is a fraction of the whole."""
+    found = _all_stacks(slab.tiles, q.shape[2] // k.shape[2])
+    is_everything = is_first and len(found) == 1 and found[0].queries.covers(q) and found[0].keys.covers(k)
+    if is_lazy(q.device) or is_everything:
+        yield from found
+        return
+    limit = max(SMALLEST_PORTION, q.numel() // 4) // q.shape[3]
+    for stack in found:
+        yield from stack.split(limit)
+
+
+def _as_tiles(stack: Stack) -> list[Tile]:
+    """The stack as tiles again, a head at a time where heads are skewed."""
+    queries, keys = stack.queries, stack.keys
+    limits = {"full": (None, None), "causal": (None, 0), "flipped": (0, None)}[stack.shape]
+    repeat = Repeat(queries.repeats, queries.spacing, keys.spacing)
+    heads = queries.kv_heads
+    each = [heads] if not (queries.skew or keys.skew) else [heads[i : i + 1] for i in range(len(heads))]
+    starts = [(moved(queries.rows, i * queries.skew), moved(keys.rows, i * keys.skew)) for i in range(len(each))]
+    lo, hi = limits
+    return [Tile(queries.batch, some, *start, lo, hi, repeat) for some, start in zip(each, starts, strict=True)]

@@ -1,0 +1,80 @@
+"""What a fused operation promises.
+
+Shapes: q, dout, out [many, heads, rows, d]; k, v [many, kv_heads, columns, d]; lse, dlse [many, heads, rows]. All may
+be strided views, dense in d. Nothing is empty, the scale is above 0, and a causal stack is square.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Rows(NamedTuple):
+    """What the backward pass knows of the rows of a stack."""
+
+    dout: Tensor
+    out: Tensor
+    lse: Tensor
+    dlse: Tensor | None
+
+
+class Operation(Protocol):
+    name: str
+    is_deterministic: bool  # the same bits from run to run on one kind of hardware
+
+    def with_the_same_bits(self) -> Operation | None:
+        """The same, deterministic, if there is such a thing."""
+        ...
+
+    def refusal(self, q: Tensor, head_dim: int) -> str | None:
+        """Why it cannot compute on tensors like q with such a head dimension, or None if it can."""
+        ...
+
+    def takes(self, rows: int, cols: int) -> bool:
+        """Whether it computes a tile of these sides."""
+        ...
+
+    def columns_for_dlse(self, head_dim: int) -> int:
+        """How many columns a gradient of lse needs: 0 where the operation takes it as it is."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """(out, lse in natural logarithms)."""
+        ...
+
+    def backward(
+        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv of the stack, given what is known of whole rows."""
+        ...
+
+
+def with_columns_for_dlse(
+    rows: Rows, q: Tensor, k: Tensor, v: Tensor, columns: int
+) -> tuple[Rows, Tensor, Tensor, Tensor]:
+    """The gradient of lse told in columns: they make rowsum(dout * out), which is all that is used of out, less by it.
+
+    Where dout has ones and out has -dlse, in as many terms as its dtype needs for a float32; q, k and v have zeros.
+    """
+    dout, out, lse, dlse = rows
+    assert dlse is not None
+    terms = _terms(-dlse, out.dtype)
+    ones = F.pad(dout.new_ones(*dout.shape[:-1], len(terms)), (0, columns - len(terms)))
+    told = F.pad(torch.stack(terms, dim=-1), (0, columns - len(terms)))
+    q, k, v = (F.pad(x, (0, columns)) for x in (q, k, v))
+    return Rows(torch.cat([dout, ones], dim=-1), torch.cat([out, told], dim=-1), lse, None), q, k, v
+
+
+def _terms(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Numbers of the dtype that add up to x: three of 16 bits have the 24 bits of a float32."""
+    if dtype.itemsize >= x.dtype.itemsize:
+        return [x.to(dtype)]
+    found = []
+    for _ in range(3):
+        found.append(x.to(dtype))
+        x = x - found[-1].to(x.dtype)
+    return found
