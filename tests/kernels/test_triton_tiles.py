@@ -34,7 +34,7 @@ NEAR = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch):
-    """Two faults of Triton 3.6's interpreter mended: numpy 2.4 stops its loops, and it multiplies bfloat16 as integers."""
+    """Triton 3.6's interpreter mended: numpy 2.4 stops its loops, and it multiplies bfloat16 as if integers."""
     patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
 
     def patched(tensor, scope):
@@ -80,7 +80,7 @@ def check(q, k, v, found, scale, dout, dlse=None, sizes=SMALL, dtype=None):
 
 
 @pytest.mark.parametrize("shape", ["full", "causal", "flipped"])
-@pytest.mark.parametrize("n", [1, 15, 16, 17, 48, 61])
+@pytest.mark.parametrize("n", [1, 16, 17, 47])
 @pytest.mark.parametrize("sizes", [SMALL, UNEVEN], ids=["square", "uneven"])
 def test_every_shape_and_edge(shape, n, sizes):
     q, k, v, dout = tensors(1, n, 1, 1, 16, seed=n)
@@ -100,7 +100,7 @@ def test_heads_share_keys(shape, share):
     check(q, k, v, [one(shape, 37, 37, 2, share)], 0.25, dout)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_many_stacks_anywhere_in_one_launch(seed):
     rng = random.Random(seed)
     batch, n, kv_heads, share = rng.randint(1, 2), 60, rng.randint(1, 4), rng.choice([1, 1, 2])
@@ -126,8 +126,8 @@ def test_any_head_dimension(d):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("result", [None, torch.float32], ids=str)
 def test_sixteen_bits(dtype, result):
-    q, k, v, dout = tensors(1, 50, 2, 2, 32, dtype)
-    check(q, k, v, [one("causal", 50, 50, 2, 2), one("full", 20, 33, 2, 2)], 32**-0.5, dout, dtype=result)
+    q, k, v, dout = tensors(1, 40, 1, 2, 32, dtype)
+    check(q, k, v, [one("causal", 40, 40, 1, 2), one("full", 20, 33, 1, 2)], 32**-0.5, dout, dtype=result)
 
 
 def test_negative_scale_in_sixteen_bits():
@@ -138,7 +138,6 @@ def test_negative_scale_in_sixteen_bits():
 @pytest.mark.parametrize(
     "pattern",
     [
-        lr.Dense(causal=True),
         lr.Dense(causal=False, window=(9, 4)),
         lr.Dense(causal=True, documents=[0, 7, 8, 40]),
         lr.Dilated([8, 16, 40], [1, 2, 4]),
@@ -148,9 +147,9 @@ def test_negative_scale_in_sixteen_bits():
 )
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])
 def test_a_whole_pattern_by_its_stacks(pattern, heads, kv_heads):
-    q, k, v, dout = tensors(2, 40, kv_heads, heads // kv_heads, 16)
-    dlse = stacking.draw((2, heads, 40), dtype=torch.float32, seed=5)[0]
-    found = stacking.pattern_stacks(pattern, 2, 40, heads, kv_heads)
+    q, k, v, dout = tensors(1, 40, kv_heads, heads // kv_heads, 16)
+    dlse = stacking.draw((1, heads, 40), dtype=torch.float32, seed=5)[0]
+    found = stacking.pattern_stacks(pattern, 1, 40, heads, kv_heads)
     forward, backward = partial(tiles.forward, sizes=SMALL), partial(tiles.backward, sizes=SMALL)
     got = stacking.through_stacks(forward, backward, q, k, v, found, 0.25, dout, dlse)
     verdicts = judge(got, q, k, v, pattern, dout, dlse, scale=0.25)
@@ -212,7 +211,7 @@ def test_a_known_call_writes_no_list():
 
 def test_the_shelf_keeps_what_was_used_last():
     shelf = tiles._Shelf(most=100)
-    work = [tiles.Work(torch.zeros(10, 4, dtype=torch.uint8), torch.zeros(1), 10, 0, 0) for _ in range(4)]
+    work = [tiles.Work(torch.zeros(10, 4, dtype=torch.uint8), torch.zeros(1), 10, 0, 0, 0) for _ in range(4)]
     for i in (0, 1, 0, 2):
         shelf.find(i, lambda i=i: work[i])
     assert shelf.find(0, lambda: work[3]) is work[0]

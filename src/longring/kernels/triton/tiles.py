@@ -38,6 +38,7 @@ class Blocks(NamedTuple):
     other: int
     warps: int
     stages: int
+    edge_stages: int = 1  # of the few blocks with a mask: registers saved there serve the many without
 
 
 class Sizes(NamedTuple):
@@ -101,8 +102,8 @@ def backward(
     q, k, v, dout, out = (_dense_last(x) for x in (q, k, v, dout, out))
     sizes = sizes or sizes_for(q)
     delta, log2 = _row_terms(dout, out, lse, dlse)
-    dq = _queries_backward(dout, delta, log2, q, k, v, stacks, scale, dtype or q.dtype, sizes.dq)
-    dk, dv = _keys_backward(dout, delta, log2, q, k, v, stacks, scale, dtype or q.dtype, sizes.dkv)
+    dq, terms = _queries_backward(dout, delta, log2, q, k, v, stacks, scale, dtype or q.dtype, sizes.dq)
+    dk, dv = _keys_backward(dout, terms, q, k, v, stacks, scale, dtype or q.dtype, sizes.dkv)
     return list(zip(_by_rows(dq, stacks), _by_keys(dk, stacks), _by_keys(dv, stacks), strict=True))
 
 
@@ -117,9 +118,11 @@ def _queries_backward(
     scale: float,
     dtype: torch.dtype,
     blocks: Blocks,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
+    """dq, and [2, rows] of delta and log2 put together as the stacks read them."""
     work = _work(q, k, stacks, blocks, "rows")
     dq = torch.empty(work.rows, q.shape[3], dtype=dtype, device=q.device)
+    terms = torch.empty(2, work.lines, dtype=torch.float32, device=q.device)
     _dq[(work.count,)](
         q,
         k,
@@ -128,20 +131,21 @@ def _queries_backward(
         delta,
         log2,
         dq,
+        terms,
         work.items,
         work.fields,
+        lines=work.lines,
         scale2=scale * LOG2E,
         scale=scale,
         **_strides(q=q, k=k, v=v, do=dout, delta=delta.transpose(1, 2)),
         **_constants(q, k, blocks),
     )
-    return dq
+    return dq, terms
 
 
 def _keys_backward(
     dout: Tensor,
-    delta: Tensor,
-    log2: Tensor,
+    terms: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -157,15 +161,15 @@ def _keys_backward(
         k,
         v,
         dout,
-        delta,
-        log2,
+        terms,
         dk,
         dv,
         work.items,
         work.fields,
+        lines=work.lines,
         scale2=scale * LOG2E,
         scale=scale,
-        **_strides(q=q, k=k, v=v, do=dout, delta=delta.transpose(1, 2)),
+        **_strides(q=q, k=k, v=v, do=dout),
         **_constants(q, k, blocks),
     )
     return dk, dv
@@ -268,6 +272,7 @@ def _constants(q: Tensor, k: Tensor, blocks: Blocks, **more: Any) -> dict[str, A
         "width": _width(d),
         "own": blocks.own,
         "other": blocks.other,
+        "edge_stages": blocks.edge_stages,
         "num_warps": blocks.warps,
         "num_stages": blocks.stages,
         **more,
@@ -285,10 +290,12 @@ class Work(NamedTuple):
     count: int
     rows: int  # compact query rows of all stacks
     keys: int  # compact keys of all stacks
+    lines: int  # rows again, each square's padded to a multiple of 16, so that vectors of them are read at once
 
 
-# of a stack's fields: eight for each place, then rows, cols, lo, hi, heads, first compact row and key
-FIELDS: tl.constexpr = tl.constexpr(23)
+# of a stack's fields: eight for each place, then rows, cols, lo, hi, heads, first compact row, key and line
+FIELDS: tl.constexpr = tl.constexpr(24)
+LINES: tl.constexpr = tl.constexpr(16)
 
 
 def _work(q: Tensor, k: Tensor, stacks: Sequence[Stack], blocks: Blocks, side: str) -> Work:
@@ -299,23 +306,25 @@ def _work(q: Tensor, k: Tensor, stacks: Sequence[Stack], blocks: Blocks, side: s
 
 
 def _written(device: torch.device, stacks: tuple[Stack, ...], own: int, row_bytes: int, side: str) -> Work:
-    fields, rows, keys = [], 0, 0
+    fields, rows, keys, lines = [], 0, 0, 0
     for stack in stacks:
-        fields.append(_fields(stack, rows, keys))
-        rows += stack.queries.many * stack.queries.heads * len(stack.queries.rows)
+        fields.append([*_fields(stack), rows, keys, lines])
+        squares, height = stack.queries.many * stack.queries.heads, len(stack.queries.rows)
+        rows += squares * height
+        lines += squares * -(-height // LINES.value) * LINES.value
         keys += stack.keys.many * stack.keys.heads * len(stack.keys.rows)
     # the longest first, so that no long item is left when all other programs have ended
     order = sorted(range(len(stacks)), key=lambda i: -_other_length(stacks[i], side))
     items = torch.cat([_items(i, stacks[i], own, row_bytes, side) for i in order])
     table = torch.tensor(fields, dtype=torch.int64)
     # blocking copies: the tables are whole before any other stream can find them on the shelf
-    return Work(items.to(device), table.to(device), len(items), rows, keys)
+    return Work(items.to(device), table.to(device), len(items), rows, keys, lines)
 
 
-def _fields(stack: Stack, first_row: int, first_key: int) -> list[int]:
+def _fields(stack: Stack) -> list[int]:
     lo, hi = {"full": (-FAR, FAR), "causal": (-FAR, 0), "flipped": (0, FAR)}[stack.shape]
     rows, cols = len(stack.queries.rows), len(stack.keys.rows)
-    return [*_steps(stack.queries), *_steps(stack.keys), rows, cols, lo, hi, stack.queries.heads, first_row, first_key]
+    return [*_steps(stack.queries), *_steps(stack.keys), rows, cols, lo, hi, stack.queries.heads]
 
 
 def _steps(place: Place) -> tuple[int, ...]:
@@ -407,6 +416,15 @@ def _start(place, many, head, by_batch, by_row, by_head):
     batch = tl.load(place) + many * tl.load(place + 3)
     row = tl.load(place + 1) + many * tl.load(place + 4) + head * tl.load(place + 5)
     return batch * by_batch + row * by_row + (tl.load(place + 2) + head * tl.load(place + 6)) * by_head
+
+
+@triton.jit
+def _line(own_fields, many, head, rows):
+    """Where the terms of a square's rows begin."""
+    return (
+        tl.load(own_fields + 7) // LINES * LINES
+        + (many * tl.load(own_fields + 4) + head) * tl.cdiv(rows, LINES) * LINES
+    )
 
 
 @triton.jit
@@ -529,6 +547,7 @@ def _forward(
     width: tl.constexpr,
     own: tl.constexpr,
     other: tl.constexpr,
+    edge_stages: tl.constexpr,
 ):
     item = ITEMS + tl.program_id(0) * 4
     many, head, first = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3) * own
@@ -565,9 +584,10 @@ def _forward(
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
         most = highest
 
-    for i in tl.range(0, _edges(begin, free_from, free_to, end, other)):
+    for i in tl.range(0, _edges(begin, free_from, free_to, end, other), num_stages=edge_stages):
         start = _edge(i, begin, free_from, free_to, other)
         k = _rows(K, k_row, start, theirs, d, width, other, False)
+        v = _rows(V, v_row, start, theirs, d, width, other, False)
         gap = (start + cols)[None, :] - rows[:, None]
         meets = (gap >= lo) & (gap <= hi) & (start + cols < theirs)[None, :]
         # masked after the scale: -inf times a scale of 0 would be nan
@@ -578,7 +598,6 @@ def _forward(
         fade = tl.exp2(most - origin)
         total = total * fade + tl.sum(p, 1)
         acc = acc * fade[:, None]
-        v = _rows(V, v_row, start, theirs, d, width, other, False)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
         most = highest
 
@@ -601,6 +620,7 @@ def _dq(
     DELTA,
     LOG2,
     DQ,
+    TERMS,
     ITEMS,
     FIELDS_OF,
     q_b,
@@ -618,6 +638,7 @@ def _dq(
     delta_b,
     delta_n,
     delta_h,
+    lines,
     scale2,
     scale,
     share: tl.constexpr,
@@ -625,6 +646,7 @@ def _dq(
     width: tl.constexpr,
     own: tl.constexpr,
     other: tl.constexpr,
+    edge_stages: tl.constexpr,
 ):
     item = ITEMS + tl.program_id(0) * 4
     many, head, first = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3) * own
@@ -636,18 +658,20 @@ def _dq(
 
     Q += _start(queries, many, head, q_b, q_n, q_h)
     DO += _start(queries, many, head, do_b, do_n, do_h)
-    line = _start(queries, many, head, delta_b, delta_n, delta_h)
+    at = _start(queries, many, head, delta_b, delta_n, delta_h)
     K += _start(keys, many, head // share, k_b, k_n, k_h)
     V += _start(keys, many, head // share, v_b, v_n, v_h)
     apart = tl.load(queries + 7)
-    line_row = apart * delta_n
     k_row, v_row = tl.load(keys + 7) * k_n, tl.load(keys + 7) * v_n
 
     q = _rows(Q, apart * q_n, first, mine, d, width, own, False)
     dout = _rows(DO, apart * do_n, first, mine, d, width, own, False)
     rows = first + tl.arange(0, own)
-    delta = tl.load(DELTA + line + rows * line_row, mask=rows < mine, other=0.0)
-    log2 = tl.load(LOG2 + line + rows * line_row, mask=rows < mine, other=float("inf"))
+    delta = tl.load(DELTA + at + rows * apart * delta_n, mask=rows < mine, other=0.0)
+    log2 = tl.load(LOG2 + at + rows * apart * delta_n, mask=rows < mine, other=float("inf"))
+    line = _line(own_fields, many, head, mine) + first + tl.arange(0, own)
+    tl.store(TERMS + line, delta, mask=rows < mine)
+    tl.store(TERMS + lines + line, log2, mask=rows < mine)
     acc = tl.zeros([own, width], tl.float32)
     cols = tl.arange(0, other)
 
@@ -659,7 +683,7 @@ def _dq(
         ds = p * (tl.dot(dout, tl.trans(v), input_precision="ieee") - delta[:, None])
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
 
-    for i in tl.range(0, _edges(begin, free_from, free_to, end, other)):
+    for i in tl.range(0, _edges(begin, free_from, free_to, end, other), num_stages=edge_stages):
         start = _edge(i, begin, free_from, free_to, other)
         k = _rows(K, k_row, start, theirs, d, width, other, False)
         v = _rows(V, v_row, start, theirs, d, width, other, False)
@@ -678,8 +702,7 @@ def _dkv(
     K,
     V,
     DO,
-    DELTA,
-    LOG2,
+    TERMS,
     DK,
     DV,
     ITEMS,
@@ -696,9 +719,7 @@ def _dkv(
     do_b,
     do_n,
     do_h,
-    delta_b,
-    delta_n,
-    delta_h,
+    lines,
     scale2,
     scale,
     share: tl.constexpr,
@@ -706,6 +727,7 @@ def _dkv(
     width: tl.constexpr,
     own: tl.constexpr,
     other: tl.constexpr,
+    edge_stages: tl.constexpr,
 ):
     item = ITEMS + tl.program_id(0) * 4
     many, kv_head, first = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3) * own
@@ -720,7 +742,6 @@ def _dkv(
     k = _rows(K + _start(keys, many, kv_head, k_b, k_n, k_h), k_row, first, mine, d, width, own, False)
     v = _rows(V + _start(keys, many, kv_head, v_b, v_n, v_h), v_row, first, mine, d, width, own, False)
     apart = tl.load(queries + 7)
-    line_row = apart * delta_n
     q_row, do_row = apart * q_n, apart * do_n
     dk = tl.zeros([own, width], tl.float32)
     dv = tl.zeros([own, width], tl.float32)
@@ -732,30 +753,31 @@ def _dkv(
         head = kv_head * share + i
         q_from = Q + _start(queries, many, head, q_b, q_n, q_h)
         do_from = DO + _start(queries, many, head, do_b, do_n, do_h)
-        line = _start(queries, many, head, delta_b, delta_n, delta_h)
+        delta_from = TERMS + _line(own_fields, many, head, theirs)
+        log2_from = delta_from + lines
 
         for start in tl.range(free_from, free_to, other):
             q = _rows(q_from, q_row, start, theirs, d, width, other, True)
-            log2 = tl.load(LOG2 + line + (start + cols) * line_row)
+            log2 = tl.load(log2_from + start + cols)
             p = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * scale2 - log2[None, :])
             dout = _rows(do_from, do_row, start, theirs, d, width, other, True)
             dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
-            delta = tl.load(DELTA + line + (start + cols) * line_row)
+            delta = tl.load(delta_from + start + cols)
             ds = p * (tl.dot(v, tl.trans(dout), input_precision="ieee") - delta[None, :])
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
 
-        for j in tl.range(0, _edges(begin, free_from, free_to, end, other)):
+        for j in tl.range(0, _edges(begin, free_from, free_to, end, other), num_stages=edge_stages):
             start = _edge(j, begin, free_from, free_to, other)
             q = _rows(q_from, q_row, start, theirs, d, width, other, False)
             is_row = start + cols < theirs
-            log2 = tl.load(LOG2 + line + (start + cols) * line_row, mask=is_row, other=float("inf"))
+            log2 = tl.load(log2_from + start + cols, mask=is_row, other=float("inf"))
             gap = (start + cols)[None, :] - rows[:, None]
             meets = (gap >= lo) & (gap <= hi) & is_row[None, :]
             p = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * scale2 - log2[None, :])
             p = tl.where(meets, p, 0.0)
             dout = _rows(do_from, do_row, start, theirs, d, width, other, False)
             dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
-            delta = tl.load(DELTA + line + (start + cols) * line_row, mask=is_row, other=0.0)
+            delta = tl.load(delta_from + start + cols, mask=is_row, other=0.0)
             ds = p * (tl.dot(v, tl.trans(dout), input_precision="ieee") - delta[None, :])
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
 
