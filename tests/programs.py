@@ -17,17 +17,18 @@ import torch
 from longring.errors import TransportError
 from longring.transport.select import transport_for
 
-TIMEOUT = 20.0  # of programs in which nothing goes wrong
+TIMEOUT: float | None = 20.0  # of programs in which nothing goes wrong
+DEVICE = "cpu"  # where messages are
 
 
 def number(value: float) -> torch.Tensor:
-    return torch.tensor([float(value)])
+    return torch.tensor([float(value)], device=DEVICE)
 
 
 # --------------------------------------------------------------------------------------------- what is promised
 
 
-def ring(group: Any, calls: int = 1, *, timeout: float = TIMEOUT, terms: dict | None = None) -> list:
+def ring(group: Any, calls: int = 1, *, timeout: float | None = TIMEOUT, terms: dict | None = None) -> list:
     return around(transport_for(group), calls=calls, timeout=timeout, terms=terms)
 
 
@@ -36,14 +37,14 @@ def around(
     *,
     calls: int = 1,
     floats: int = 16,
-    timeout: float = TIMEOUT,
+    timeout: float | None = TIMEOUT,
     terms: dict | None = None,
     before_post: Callable[[int, int], None] = lambda call, step: None,
 ) -> list:
     """Every rank's number goes once around, in each of `calls` calls; returns the numbers met."""
     rank, size, met = transport.rank, transport.size, []
     for call in range(calls):
-        block, arriving = torch.full((floats,), float(rank)), torch.empty(floats)
+        block, arriving = (torch.full((floats,), float(rank), device=DEVICE) for _ in range(2))
         with transport.converse(terms or {"floats": floats}, timeout=timeout) as talk:
             for step in range(1, size):
                 before_post(call, step)
@@ -78,12 +79,11 @@ def all_to_all(group: Any) -> dict:
     """Each hears from every other, of as many numbers as its rank says, whoever wrote first."""
     transport = transport_for(group)
     others = [rank for rank in range(transport.size) if rank != transport.rank]
-    buffers = {rank: torch.zeros(1 + rank) for rank in others}
+    buffers = {rank: torch.zeros(1 + rank, device=DEVICE) for rank in others}
     for _ in range(2):
         with transport.converse({}, timeout=TIMEOUT) as talk:
-            mine = [
-                (rank, torch.full((1 + transport.rank,), 10.0 * transport.rank + rank)) for rank in reversed(others)
-            ]
+            whats = [(rank, 10.0 * transport.rank + rank) for rank in reversed(others)]
+            mine = [(rank, torch.full((1 + transport.rank,), what, device=DEVICE)) for rank, what in whats]
             talk.post(mine, list(buffers.items()), what="all to all").wait()
     return {rank: buffer.tolist() for rank, buffer in buffers.items()}
 
@@ -111,14 +111,15 @@ def nothing_to_say(group: Any) -> int:
     for _ in range(2):
         with transport.converse({}, timeout=TIMEOUT) as talk:
             talk.post([], [], what="nothing").wait()
-            talk.post([(above, torch.zeros(2, 0))], [(below, torch.zeros(2, 0))], what="no rows").wait()
+            nothing = [torch.zeros(2, 0, device=DEVICE) for _ in range(2)]
+            talk.post([(above, nothing[0])], [(below, nothing[1])], what="no rows").wait()
     return transport.bytes_sent
 
 
 def two_buffers(group: Any, steps: int) -> list:
     transport = transport_for(group)
     peer, met = 1 - transport.rank, []
-    sent, received = torch.empty(5000), torch.empty(5000)
+    sent, received = (torch.empty(5000, device=DEVICE) for _ in range(2))
     with transport.converse({}, timeout=TIMEOUT) as talk:
         for step in range(steps):
             sent.fill_(step + 100 * transport.rank)
@@ -134,7 +135,7 @@ def every_dtype(group: Any) -> list:
     kinds = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8)
     with transport.converse({}, timeout=TIMEOUT) as talk:
         for kind in kinds:
-            sent, received = (torch.full((3, 5), transport.rank, dtype=kind) for _ in range(2))
+            sent, received = (torch.full((3, 5), transport.rank, dtype=kind, device=DEVICE) for _ in range(2))
             talk.post([(peer, sent)], [(peer, received)], what=str(kind)).wait()
             met.append(int(received.unique().item()))
     return met
@@ -516,7 +517,7 @@ def disagree_through_a_companion(group: Any, odd: int) -> Any:
 # -------------------------------------------------------------------------------------------------- real attention
 
 
-def attend(group: Any, *, timeout: float = TIMEOUT, **changes: Any) -> torch.Tensor:
+def attend(group: Any, *, timeout: float | None = TIMEOUT, **changes: Any) -> torch.Tensor:
     """Forward and backward of one small call; `changes` say in what it differs from the usual one."""
     import longring as lr
 
@@ -608,55 +609,55 @@ def on_belts(group: Any, program: str, outbox: int, *args: Any) -> Any:
     return globals()[program](group, *args)
 
 
-def sizes(group: Any, numbers: list[int], device: str = "cpu") -> int:
+def sizes(group: Any, numbers: list[int]) -> int:
     """Messages of so many bytes, all posted before any is waited for, up and down; how many arrived wrong."""
     transport, wrong = transport_for(group), 0
     rank, size = transport.rank, transport.size
     above, below = (rank + 1) % size, (rank - 1) % size
     for _ in range(2):
-        with transport.converse({"device": device, "sizes": numbers}, timeout=TIMEOUT) as talk:
+        with transport.converse({"sizes": numbers}, timeout=TIMEOUT) as talk:
             under_way = []
             for number in numbers:
-                mine = [_stamped(number, rank, to, device) for to in (above, below)]
-                room = [torch.zeros(number, dtype=torch.uint8, device=device) for _ in mine]
+                mine = [_stamped(number, rank, to) for to in (above, below)]
+                room = [torch.zeros(number, dtype=torch.uint8, device=DEVICE) for _ in mine]
                 sends = list(zip((above, below), mine, strict=True))
                 under_way.append((talk.post(sends, list(zip((below, above), room, strict=True)), what="sizes"), room))
             for pending, room in reversed(under_way):
                 pending.wait()
                 for source, buffer in zip((below, above), room, strict=True):
-                    wrong += not buffer.equal(_stamped(buffer.numel(), source, rank, device))
+                    wrong += not buffer.equal(_stamped(buffer.numel(), source, rank))
     return wrong
 
 
-def _stamped(number: int, sender: int, receiver: int, device: str) -> torch.Tensor:
+def _stamped(number: int, sender: int, receiver: int) -> torch.Tensor:
     """Bytes that tell who sent them to whom, and where they belong."""
-    return ((torch.arange(number, device=device) * 31 + 7 * sender + 101 * receiver) % 251).to(torch.uint8)
+    return ((torch.arange(number, device=DEVICE) * 31 + 7 * sender + 101 * receiver) % 251).to(torch.uint8)
 
 
-def everybody_to_everybody(group: Any, numbers: int, device: str = "cpu") -> int:
+def everybody_to_everybody(group: Any, numbers: int) -> int:
     """All send to the next above first and receive from it first: on belts that lanes share, a circle of waits."""
     transport, wrong = transport_for(group), 0
     rank, size = transport.rank, transport.size
     others = [(rank + hop) % size for hop in range(1, size)]
-    room = {peer: torch.zeros(numbers, dtype=torch.uint8, device=device) for peer in others}
-    with transport.converse({"device": device}, timeout=TIMEOUT) as talk:
+    room = {peer: torch.zeros(numbers, dtype=torch.uint8, device=DEVICE) for peer in others}
+    with transport.converse({}, timeout=TIMEOUT) as talk:
         under_way = [talk.post([], [(peer, buffer)], what=f"from {peer}") for peer, buffer in room.items()]
         for peer in others:
-            under_way.append(talk.post([(peer, _stamped(numbers, rank, peer, device))], [], what=f"to {peer}"))
+            under_way.append(talk.post([(peer, _stamped(numbers, rank, peer))], [], what=f"to {peer}"))
         for pending in under_way:
             pending.wait()
         for peer, buffer in room.items():
-            wrong += not buffer.equal(_stamped(numbers, peer, rank, device))
+            wrong += not buffer.equal(_stamped(numbers, peer, rank))
     return wrong
 
 
-def lost_on_the_way(group: Any, victim: int, how: str, device: str = "cpu") -> tuple[bool, str, int | None]:
+def lost_on_the_way(group: Any, victim: int, how: str) -> tuple[bool, str, int | None]:
     """The victim agrees to the call and is struck before it posts: only the vigil can tell."""
     transport = transport_for(group)
     rank, size = transport.rank, transport.size
     transport._patience = 3.0
-    terms = {"device": device, "call": "a ring"}
-    block, arriving = (torch.full((3000,), float(rank), device=device) for _ in range(2))
+    terms = {"call": "a ring"}
+    block, arriving = (torch.full((3000,), float(rank), device=DEVICE) for _ in range(2))
     for call in range(2):
         with transport.converse(terms) as talk:
             talk._until_all_agree("greeting")
@@ -673,32 +674,30 @@ def lost_on_the_way(group: Any, victim: int, how: str, device: str = "cpu") -> t
     return False, "nobody noticed", None
 
 
-def judged(group: Any, schedules: list[str], dtypes: list[torch.dtype], device: str = "cpu", **options: Any) -> list:
+def judged(group: Any, schedules: list[str], dtype: torch.dtype) -> list[str]:
     """Attention of every kind on this world, against the definition: those that broke their budget."""
     import longring as lr
     from longring.testing import Result, judge
 
     length, broken = 211, []
-    if device != "cpu":
-        torch.cuda.set_device(device)
     patterns = {
         "contiguous": [lr.Dense(causal=False), lr.Dense(window=(30, 0)), lr.Dilated([32, 64, 256], [1, 2, 4])],
         "zigzag": [lr.Dense(causal=True)],
     }
-    for schedule, dtype in [(schedule, dtype) for schedule in schedules for dtype in dtypes]:
-        draw = torch.Generator().manual_seed(3)
-        shapes = [(1, length, heads, 16) for heads in (8, 8, 8, 8)]
-        whole = [torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes]
-        for layout, pattern in [(layout, each) for layout, found in patterns.items() for each in found]:
-            s = lr.Sharding(length, group=group, layout=layout)
-            q, k, v, dout = (s.shard(x).detach() for x in whole)
+    draw = torch.Generator().manual_seed(3)
+    whole = [torch.randn((1, length, 8, 16), generator=draw).to(dtype) for _ in range(4)]
+    for schedule, layout in [(schedule, layout) for schedule in schedules for layout in patterns]:
+        s = lr.Sharding(length, group=group, layout=layout)
+        for pattern in patterns[layout]:
+            q, k, v, dout = (s.shard(x).detach().to(DEVICE) for x in whole)
             q, k, v = (x.requires_grad_() for x in (q, k, v))
-            out, lse = lr.attention(q, k, v, pattern=pattern, sharding=s, schedule=schedule, return_lse=True, **options)
-            grads = torch.autograd.grad(out, (q, k, v), dout)
-            parts = [s.unshard(x.detach()) for x in (out, lse.transpose(1, 2).contiguous(), *grads)]
-            got = Result(parts[0].cpu(), parts[1].transpose(1, 2).cpu(), *(x.cpu() for x in parts[2:]))
-            found = judge(got, *(x.cpu() for x in whole[:3]), pattern, whole[3].cpu())
-            broken += [f"{schedule}, {dtype}, {pattern}: {one}" for one in found if not one.ok]
+            options = {"pattern": pattern, "sharding": s, "schedule": schedule, "timeout": TIMEOUT}
+            out, lse = lr.attention(q, k, v, return_lse=True, **options)
+            parts = [out, lse.transpose(1, 2).contiguous(), *torch.autograd.grad(out, (q, k, v), dout)]
+            got = [s.unshard(x.detach()).cpu() for x in parts]
+            if s.rank == 0:
+                found = judge(Result(got[0], got[1].transpose(1, 2), *got[2:]), *whole[:3], pattern, whole[3])
+                broken += [f"{schedule}, {pattern}: {one}" for one in found if not one.ok]
     return broken
 
 
@@ -715,10 +714,18 @@ def staged(group: Any, program: str, *args: Any) -> Any:
 # ------------------------------------------------------------------------------------------------------- on one GPU
 
 
-def send_from_a_gpu(group: Any) -> None:
+def on_a_gpu(group: Any, program: str, is_watched: bool, *args: Any) -> Any:
+    """Another of these programs with its messages on the one GPU that all ranks share."""
+    global DEVICE, TIMEOUT
+    torch.cuda.set_device(0)
+    DEVICE = "cuda:0"
     transport = transport_for(group)
-    talk = transport.converse({}, timeout=TIMEOUT)
-    talk.post([(1 - transport.rank, torch.zeros(3, device="cuda:0"))], [], what="from a GPU")
+    with transport.converse({"device": "cuda"}, timeout=TIMEOUT):
+        pass
+    expected = os.environ.get("LONGRING_TRANSPORT") != "staged"
+    assert (transport.symmetric_bytes > 0) == expected, f"{transport._symmetric}"
+    TIMEOUT = TIMEOUT if is_watched else None
+    return globals()[program](group, *args)
 
 
 def nccl_alone(group: Any) -> tuple[float, list, str]:

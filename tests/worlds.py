@@ -95,9 +95,9 @@ class World:
         return outcome
 
 
-def results(size: int, program: str, *args: Any, **options: Any) -> list[Any]:
+def results(size: int, program: str, *args: Any, limit: float = 30.0, **options: Any) -> list[Any]:
     """What every rank returned; any rank that failed fails the test, with all that is known."""
-    outcomes = World(size, program, args, ends="at once", **options).run()
+    outcomes = World(size, program, args, ends="at once", **options).run(limit)
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is None, f"rank {rank}: {outcome.error}: {outcome.text}\n{outcome.printed}"
         assert outcome.status == 0, f"rank {rank} ended with {outcome.status}\n{outcome.printed}"

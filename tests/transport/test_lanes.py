@@ -149,7 +149,7 @@ def test_nobody_waits_in_a_circle():
 @processes
 def test_attention_over_lanes_is_exact():
     schedules = ["ring", "bidirectional", "exchange", "gather", "ulysses"]
-    assert results(2, "programs:on_belts", "judged", 8192, schedules, [torch.float32]) == [[]] * 2
+    assert results(2, "programs:on_belts", "judged", 8192, schedules, torch.float32) == [[]] * 2
 
 
 @processes
