@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longring.kernels.places import Place
+from longring.kernels.places import Part, Place
 from longring.numerics.online_softmax import Partial
-
-if TYPE_CHECKING:
-    from longring.kernels.triton.parts import Part
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -40,8 +37,6 @@ class Case:
 
 class Made:
     def __init__(self, case: Case, device: torch.device, log_dtype: torch.dtype) -> None:
-        from longring.kernels.triton.parts import Part
-
         self.case, self._device = case, device
         self._draw = torch.Generator().manual_seed(case.seed)
         self.parts: list[Part] = []
@@ -159,20 +154,21 @@ def places(draw: st.DrawFn, n: int, batch: int, kv_heads: int, share: int) -> Pl
 
 
 @st.composite
-def cases(draw: st.DrawFn, most: int, *, most_d: int = 24, most_parts: int = 5) -> Case:
+def cases(draw: st.DrawFn, most: int, *, widths: Sequence[int] = range(1, 25)) -> Case:
     n, batch, kv_heads = draw(st.integers(1, most)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
     share = draw(st.integers(1, 3))
-    some = draw(st.lists(places(n, batch, kv_heads, share), max_size=most_parts))
+    floats = st.sampled_from(draw(st.sampled_from([FLOATS, FLOATS, [torch.float64]])))
+    some = draw(st.lists(places(n, batch, kv_heads, share), max_size=5))
     return Case(
         n,
         batch,
         kv_heads * share,
-        draw(st.integers(1, most_d) | st.just(most_d)),
+        draw(st.sampled_from(widths)),
         tuple(some),
-        tuple(draw(st.sampled_from(FLOATS)) for _ in some),
+        tuple(draw(floats) for _ in some),
         draw(within(n, widest_step=1)),
         draw(st.sampled_from(["nothing", "elsewhere", "in place"])),
-        draw(st.sampled_from(FLOATS)),
+        draw(floats),
         draw(st.booleans()),
         draw(st.integers(0, 1000)),
     )

@@ -7,16 +7,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longring.kernels.places import Place
+from longring.kernels.places import Part, Place
 from longring.numerics.online_softmax import Partial
 from random_parts import Case, added, cases, merged
 
 pytest.importorskip("triton", reason="needs the triton package")
 module = pytest.importorskip("longring.kernels.triton.parts")
-Part, merge_parts, add_parts = module.Part, module.merge_parts, module.add_parts
+merge_parts, add_parts = module.merge_parts, module.add_parts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 N = 40
+
+
+@pytest.fixture(autouse=True, scope="module")
+def several_programs_a_head():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "BLOCKS", dict.fromkeys(module.BLOCKS, (8, 4)))
+        yield
 
 
 @given(cases(N), st.sampled_from([torch.float64, torch.float32]))
@@ -39,13 +46,22 @@ def whole(n: int, heads: int = 1) -> Place:
     return Place(range(1), 1, 0, range(heads), 0, range(n), 1)
 
 
-def part(out: torch.Tensor, lse: torch.Tensor) -> module.Part:
+def part(out: torch.Tensor, lse: torch.Tensor) -> Part:
     return Part(whole(out.shape[2], out.shape[1]), out, lse)
 
 
 def nothing(n: int, dtype=torch.float32, log_dtype=torch.float64, d: int = 16) -> Partial:
     out = torch.full((1, n, 1, d), torch.nan, dtype=dtype, device=DEVICE)
     return Partial(out, torch.full((1, 1, n), torch.nan, dtype=log_dtype, device=DEVICE))
+
+
+@pytest.mark.parametrize("window", [range(20), range(3, 20)])
+def test_a_single_row_is_found_wherever_it_stands(window):
+    for row in window:
+        into = torch.full((1, 20, 1, 16), torch.nan, device=DEVICE)
+        place = Place(range(1), 1, 0, range(1), 0, range(row, row + 1), 1)
+        add_parts([Part(place, torch.ones(1, 1, 1, 16, device=DEVICE), None)], window, None, into)
+        assert into[0, :, 0, 0].nonzero().flatten().tolist() == [*range(window.start), row]  # nan: not of the window
 
 
 def test_rows_that_nobody_saw_are_zero_even_if_an_operation_left_nan_there():
@@ -106,6 +122,18 @@ def test_256_merges_leave_the_lse_as_exact_as_one():
     want = ((lses.double() - want_lse).exp().unsqueeze(-1) * outs.double()).sum(0).transpose(1, 2)
     assert (into.lse - want_lse).abs().max() < 1e-12
     assert (into.out - want).norm() < 1e-6 * want.norm()  # 256 roundings to float32 take 5e-7
+
+
+def test_parts_of_float64_stay_so():
+    draw = torch.Generator().manual_seed(0)
+    outs = torch.randn(3, 1, 1, 9, 16, generator=draw, dtype=torch.float64).to(DEVICE)
+    lses = torch.randn(3, 1, 1, 9, generator=draw, dtype=torch.float64).to(DEVICE)
+    into = nothing(9, torch.float64)
+    merge_parts([part(*one) for one in zip(outs, lses, strict=True)], range(9), None, into)
+    want = (lses.softmax(0).unsqueeze(-1) * outs).sum(0).transpose(1, 2)
+    torch.testing.assert_close(into.out, want, rtol=1e-14, atol=1e-14)
+    add_parts([part(*one)._replace(lse=None) for one in zip(outs, lses, strict=True)], range(9), want, into.out)
+    torch.testing.assert_close(into.out, want + outs.sum(0).transpose(1, 2), rtol=1e-14, atol=1e-14)
 
 
 def test_a_division_by_multiplication_is_exact():

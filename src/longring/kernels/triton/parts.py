@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...numerics.online_softmax import Partial
+from ...numerics.online_softmax import Partial, accumulator_dtype
 from ..places import Part, Place
 
 MOST = 16  # parts in a launch; more of them take several
@@ -33,22 +33,18 @@ BLOCKS = {16: (128, 4), 32: (64, 4), 64: (32, 4), 128: (16, 4), 256: (8, 4), 512
 
 FAR = 2**31 - 1  # no row is beyond it: rows are counted in 32 bits, numbers in 64
 
-_WIDE = torch.float32, torch.float64  # an accumulator's out and lse, as they are between two rounds
-
 
 def merge_parts(parts: Sequence[Part], window: range, before: Partial | None, into: Partial) -> None:
     """What `before` and all parts saw together, for the rows of `window`; `into` may be `before`.
 
     Rows that nobody saw become 0 with lse -inf. Logarithms are weighed in float64 if `before` or `into` carries them
-    so, products are float32. Parts beyond MOST are merged in rounds, through `into` if it is an accumulator and
-    through one of their own otherwise, so that a 16-bit `into` is rounded once, however many they are.
+    so; products are float32, or float64 for parts of float64. Parts beyond MOST are merged in rounds, through `into`
+    if it is an accumulator and through one of their own otherwise: a 16-bit `into` is rounded once, however many.
     """
     into = _cut(into, window)
     before = None if before is None else _cut(before, window)
     *rounds, last = _rounds(parts)
-    between = into
-    if rounds and (into.out.dtype, into.lse.dtype) != _WIDE:
-        between = Partial(*(torch.empty_like(x, dtype=dtype) for x, dtype in zip(into, _WIDE, strict=True)))
+    between = Partial(_unrounded(into.out), _like(into.lse, torch.float64)) if rounds else into
     for some in rounds:
         _merge_round(some, window.start, before, between)
         before = between
@@ -56,16 +52,14 @@ def merge_parts(parts: Sequence[Part], window: range, before: Partial | None, in
 
 
 def add_parts(parts: Sequence[Part], window: range, before: Tensor | None, into: Tensor) -> None:
-    """`before` and all parts added up in float32, for the rows of `window`; `into` may be `before`.
+    """`before` and all parts added up, for the rows of `window`; `into` may be `before`.
 
     Rows that nothing is added to become 0. Parts beyond MOST are added in rounds, as in `merge_parts`.
     """
     into = into[:, window.start : window.stop]
     before = None if before is None else before[:, window.start : window.stop]
     *rounds, last = _rounds(parts)
-    between = into
-    if rounds and into.dtype != torch.float32:
-        between = torch.empty_like(into, dtype=torch.float32)
+    between = _unrounded(into) if rounds else into
     for some in rounds:
         _add_round(some, window.start, before, between)
         before = between
@@ -74,6 +68,14 @@ def add_parts(parts: Sequence[Part], window: range, before: Tensor | None, into:
 
 def _cut(partial: Partial, window: range) -> Partial:
     return Partial(partial.out[:, window.start : window.stop], partial.lse[..., window.start : window.stop])
+
+
+def _unrounded(into: Tensor) -> Tensor:
+    return _like(into, accumulator_dtype(into.dtype))
+
+
+def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
 
 
 def _rounds(parts: Sequence[Part]) -> list[Sequence[Part]]:
@@ -102,7 +104,8 @@ def _merge_round(parts: Sequence[Part], first: int, before: Partial | None, into
             first,
             *into.out.shape[1:3],
             HAS_OLD=before is not None,
-            LOG=tl.float64 if torch.float64 in (old.lse.dtype, into.lse.dtype) else tl.float32,
+            LOG=_wider(old.lse, into.lse),
+            ACC=_wider(old.out, into.out, *(part.out for part in slots)),
             ALIGNED=_alignment(slots, old.out, into.out),
             **_sizes(into.out),
         )
@@ -125,6 +128,7 @@ def _add_round(parts: Sequence[Part], first: int, before: Tensor | None, into: T
             first,
             *into.shape[1:3],
             HAS_OLD=before is not None,
+            ACC=_wider(old, into, *(part.out for part in slots)),
             ALIGNED=_alignment(slots, old, into),
             **_sizes(into),
         )
@@ -136,9 +140,9 @@ def _check(parts: Sequence[Part], into: Tensor) -> None:
         raise ValueError(f"rows of up to {max(BLOCKS)} numbers are merged here; got d = {d}")
     for place, out, _ in parts:
         want = place.many, place.heads, len(place.rows), d
-        if out.shape != want or out.stride(3) != 1 or out.dtype == torch.float64:
-            got = f"{tuple(out.shape)}, {out.dtype}, strides {out.stride()}"
-            raise ValueError(f"a part here must be {want}, at most float32, with stride 1 along d; got {got}")
+        if out.shape != want or out.stride(3) != 1:
+            got = f"{tuple(out.shape)}, strides {out.stride()}"
+            raise ValueError(f"a part here must be {want}, with stride 1 along d; got {got}")
     assert into.stride(3) == 1
     assert all(part.place.extent.stop <= FAR for part in parts)
 
@@ -166,6 +170,10 @@ def _grid(into: Tensor) -> tuple[int]:
 def _sizes(into: Tensor) -> dict[str, Any]:
     wide, rows, warps = _block(into)
     return {"D": into.shape[3], "WIDE": wide, "ROWS": rows, "num_warps": warps}
+
+
+def _wider(*tensors: Tensor) -> tl.dtype:
+    return tl.float64 if any(x.dtype == torch.float64 for x in tensors) else tl.float32
 
 
 def _alignment(parts: Sequence[Part], old: Tensor, into: Tensor) -> int:
@@ -315,6 +323,7 @@ def _merge(
     heads,
     HAS_OLD: tl.constexpr,
     LOG: tl.constexpr,
+    ACC: tl.constexpr,
     ALIGNED: tl.constexpr,
     D: tl.constexpr,
     WIDE: tl.constexpr,
@@ -325,15 +334,15 @@ def _merge(
     own = lead + tl.arange(0, ROWS)
     mine = own < n
     nothing = float("-inf")
-    acc = tl.zeros((ROWS, WIDE), tl.float32)
+    acc = tl.zeros((ROWS, WIDE), ACC)
     top = tl.full((ROWS,), nothing, LOG)
     total = tl.zeros((ROWS,), LOG)
     if HAS_OLD:
         begin = tl.multiple_of(_offset(old_strides, batch, own, head, 0), ALIGNED)
         old, old_mask = _spread(old_out, begin, mine, D, WIDE)
-        acc = tl.load(old, mask=old_mask, other=0.0).to(tl.float32)
+        acc = tl.load(old, mask=old_mask, other=0.0).to(ACC)
         top = tl.load(old_lse + _offset(old_strides, batch, own, head, 3), mask=mine, other=nothing).to(LOG)
-        total = tl.where(top == nothing, 0.0, 1.0).to(LOG)
+        total = tl.full((ROWS,), 1.0, LOG)
     for i in tl.static_range(len(outs)):
         look = looks + i * LOOK
         seat = seats + ((batch * heads + head) * len(outs) + i) * SEAT
@@ -342,7 +351,7 @@ def _merge(
             held &= mine
             begin = tl.load(seat + 2) + repeat * tl.load(look + 8) + row * tl.load(look + 9)
             part, part_mask = _spread(outs[i], tl.multiple_of(begin, ALIGNED), held, D, WIDE)
-            out = tl.load(part, mask=part_mask, other=0.0).to(tl.float32)
+            out = tl.load(part, mask=part_mask, other=0.0).to(ACC)
             begin = tl.load(seat + 3) + repeat * tl.load(look + 10) + row * tl.load(look + 11)
             lse = tl.load(lses[i] + begin, mask=held, other=nothing).to(LOG)
             seen = lse != nothing
@@ -353,12 +362,12 @@ def _merge(
             top = tl.where(larger, lse, top)
             total = total * kept + weight
             out = tl.where(seen[:, None], out, 0.0)  # what an operation leaves in a row that saw nothing may be nan
-            acc = acc * kept.to(tl.float32)[:, None] + out * weight.to(tl.float32)[:, None]
+            acc = acc * kept.to(ACC)[:, None] + out * weight.to(ACC)[:, None]
     unseen = total == 0.0
     total = tl.where(unseen, 1.0, total)
     begin = tl.multiple_of(_offset(new_strides, batch, own, head, 0), ALIGNED)
     new, new_mask = _spread(new_out, begin, mine, D, WIDE)
-    tl.store(new, (acc * (1.0 / total).to(tl.float32)[:, None]).to(new_out.dtype.element_ty), mask=new_mask)
+    tl.store(new, (acc * (1.0 / total).to(ACC)[:, None]).to(new_out.dtype.element_ty), mask=new_mask)
     lse = tl.where(unseen, nothing, top + tl.log(total)).to(new_lse.dtype.element_ty)
     tl.store(new_lse + _offset(new_strides, batch, own, head, 3), lse, mask=mine)
 
@@ -376,6 +385,7 @@ def _add(
     n,
     heads,
     HAS_OLD: tl.constexpr,
+    ACC: tl.constexpr,
     ALIGNED: tl.constexpr,
     D: tl.constexpr,
     WIDE: tl.constexpr,
@@ -384,11 +394,11 @@ def _add(
     batch, head, lead = _own(n, heads, ROWS)
     own = lead + tl.arange(0, ROWS)
     mine = own < n
-    acc = tl.zeros((ROWS, WIDE), tl.float32)
+    acc = tl.zeros((ROWS, WIDE), ACC)
     if HAS_OLD:
         begin = tl.multiple_of(_offset(old_strides, batch, own, head, 0), ALIGNED)
         old, old_mask = _spread(old_sum, begin, mine, D, WIDE)
-        acc = tl.load(old, mask=old_mask, other=0.0).to(tl.float32)
+        acc = tl.load(old, mask=old_mask, other=0.0).to(ACC)
     for i in tl.static_range(len(outs)):
         look = looks + i * LOOK
         seat = seats + ((batch * heads + head) * len(outs) + i) * SEAT
@@ -396,7 +406,7 @@ def _add(
             held, repeat, row = _held(first + own, seat, look)
             begin = tl.load(seat + 2) + repeat * tl.load(look + 8) + row * tl.load(look + 9)
             part, part_mask = _spread(outs[i], tl.multiple_of(begin, ALIGNED), held & mine, D, WIDE)
-            acc += tl.load(part, mask=part_mask, other=0.0).to(tl.float32)
+            acc += tl.load(part, mask=part_mask, other=0.0).to(ACC)
     begin = tl.multiple_of(_offset(new_strides, batch, own, head, 0), ALIGNED)
     new, new_mask = _spread(new_sum, begin, mine, D, WIDE)
     tl.store(new, acc.to(new_sum.dtype.element_ty), mask=new_mask)
