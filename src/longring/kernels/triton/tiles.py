@@ -15,6 +15,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -66,18 +67,19 @@ def forward(
     work = _work(q, k, stacks, blocks, "rows")
     out = torch.empty(work.rows, q.shape[3], dtype=dtype or q.dtype, device=q.device)
     lse = torch.empty(work.rows, dtype=torch.float32, device=q.device)
-    _forward[(work.count,)](
-        q,
-        k,
-        v,
-        out,
-        lse,
-        work.items,
-        work.fields,
-        scale2=abs(scale) * LOG2E,
-        **_strides(q=q, k=k, v=v),
-        **_constants(q, k, blocks, is_negative=scale < 0),
-    )
+    with _on(q.device):
+        _forward[(work.count,)](
+            q,
+            k,
+            v,
+            out,
+            lse,
+            work.items,
+            work.fields,
+            scale2=abs(scale) * LOG2E,
+            **_strides(q=q, k=k, v=v),
+            **_constants(q, k, blocks, is_negative=scale < 0),
+        )
     return list(zip(_by_rows(out, stacks), _by_rows(lse, stacks), strict=True))
 
 
@@ -123,23 +125,24 @@ def _queries_backward(
     work = _work(q, k, stacks, blocks, "rows")
     dq = torch.empty(work.rows, q.shape[3], dtype=dtype, device=q.device)
     terms = torch.empty(2, work.lines, dtype=torch.float32, device=q.device)
-    _dq[(work.count,)](
-        q,
-        k,
-        v,
-        dout,
-        delta,
-        log2,
-        dq,
-        terms,
-        work.items,
-        work.fields,
-        lines=work.lines,
-        scale2=scale * LOG2E,
-        scale=scale,
-        **_strides(q=q, k=k, v=v, do=dout, delta=delta.transpose(1, 2)),
-        **_constants(q, k, blocks),
-    )
+    with _on(q.device):
+        _dq[(work.count,)](
+            q,
+            k,
+            v,
+            dout,
+            delta,
+            log2,
+            dq,
+            terms,
+            work.items,
+            work.fields,
+            lines=work.lines,
+            scale2=scale * LOG2E,
+            scale=scale,
+            **_strides(q=q, k=k, v=v, do=dout, delta=delta.transpose(1, 2)),
+            **_constants(q, k, blocks),
+        )
     return dq, terms
 
 
@@ -156,22 +159,23 @@ def _keys_backward(
 ) -> tuple[Tensor, Tensor]:
     work = _work(q, k, stacks, blocks, "keys")
     dk, dv = (torch.empty(work.keys, q.shape[3], dtype=dtype, device=q.device) for _ in range(2))
-    _dkv[(work.count,)](
-        q,
-        k,
-        v,
-        dout,
-        terms,
-        dk,
-        dv,
-        work.items,
-        work.fields,
-        lines=work.lines,
-        scale2=scale * LOG2E,
-        scale=scale,
-        **_strides(q=q, k=k, v=v, do=dout),
-        **_constants(q, k, blocks),
-    )
+    with _on(q.device):
+        _dkv[(work.count,)](
+            q,
+            k,
+            v,
+            dout,
+            terms,
+            dk,
+            dv,
+            work.items,
+            work.fields,
+            lines=work.lines,
+            scale2=scale * LOG2E,
+            scale=scale,
+            **_strides(q=q, k=k, v=v, do=dout),
+            **_constants(q, k, blocks),
+        )
     return dk, dv
 
 
@@ -181,18 +185,19 @@ def _row_terms(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> t
     delta, log2 = (torch.empty(batch, heads, n, dtype=torch.float32, device=out.device) for _ in range(2))
     slope = lse if dlse is None else dlse
     constants: dict[str, Any] = {"has_slope": dlse is not None, "d": d, "width": _width(d), "rows": ROWS_OF_TERMS}
-    _terms[(batch * heads * -(-n // ROWS_OF_TERMS),)](
-        dout,
-        out,
-        lse,
-        slope,
-        delta,
-        log2,
-        n=n,
-        heads=heads,
-        **_strides(do=dout, o=out, lse=lse.transpose(1, 2), slope=slope.transpose(1, 2)),
-        **constants,
-    )
+    with _on(out.device):
+        _terms[(batch * heads * -(-n // ROWS_OF_TERMS),)](
+            dout,
+            out,
+            lse,
+            slope,
+            delta,
+            log2,
+            n=n,
+            heads=heads,
+            **_strides(do=dout, o=out, lse=lse.transpose(1, 2), slope=slope.transpose(1, 2)),
+            **constants,
+        )
     return delta, log2
 
 
@@ -226,11 +231,12 @@ def _dense_last(x: Tensor) -> Tensor:
 
 ROWS_OF_TERMS = 32
 
-# 16-bit inputs, by the padded head dimension; measured on an H200 with benchmarks/triton_tiles.py
+# 16-bit inputs, by the padded head dimension: what sm_90 holds in registers, nearly without spilling.
+# benchmarks/triton_tiles.py --sweep compares others.
 HOPPER = {
     64: Sizes(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 3)),
-    128: Sizes(Blocks(128, 128, 8, 2), Blocks(128, 64, 8, 2), Blocks(128, 64, 8, 2)),
-    256: Sizes(Blocks(128, 64, 8, 2), Blocks(64, 32, 4, 2), Blocks(64, 32, 8, 1)),
+    128: Sizes(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 3)),
+    256: Sizes(Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2), Blocks(64, 32, 8, 2)),
 }
 # fewer than 100 KiB of shared memory to a block must do
 OLDER = {
@@ -240,8 +246,8 @@ OLDER = {
 }
 # no tensor cores: products in full float32
 FLOAT32 = {
-    64: Sizes(Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 2), Blocks(32, 32, 4, 2)),
-    128: Sizes(Blocks(32, 32, 4, 2), Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1)),
+    64: Sizes(Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2)),
+    128: Sizes(Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2)),
     256: Sizes(Blocks(32, 16, 4, 1), Blocks(16, 16, 4, 1), Blocks(16, 16, 4, 1)),
 }
 
@@ -257,6 +263,11 @@ def sizes_for(q: Tensor) -> Sizes:
 def _width(d: int) -> int:
     """The columns of a block: tensor cores take powers of two, 16 at least."""
     return max(16, 1 << (d - 1).bit_length())
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, whatever the tensors' is."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _strides(**tensors: Tensor) -> dict[str, int]:
@@ -421,10 +432,8 @@ def _start(place, many, head, by_batch, by_row, by_head):
 @triton.jit
 def _line(own_fields, many, head, rows):
     """Where the terms of a square's rows begin."""
-    return (
-        tl.load(own_fields + 7) // LINES * LINES
-        + (many * tl.load(own_fields + 4) + head) * tl.cdiv(rows, LINES) * LINES
-    )
+    square = many * tl.load(own_fields + 4) + head
+    return (tl.load(own_fields + 7) // LINES + square * tl.cdiv(rows, LINES)) * LINES  # so written, plainly a multiple
 
 
 @triton.jit
@@ -770,9 +779,9 @@ def _dkv(
             start = _edge(j, begin, free_from, free_to, other)
             q = _rows(q_from, q_row, start, theirs, d, width, other, False)
             is_row = start + cols < theirs
-            log2 = tl.load(log2_from + start + cols, mask=is_row, other=float("inf"))
+            log2 = tl.load(log2_from + start + cols, mask=is_row, other=float("inf"))  # no row, no weight
             gap = (start + cols)[None, :] - rows[:, None]
-            meets = (gap >= lo) & (gap <= hi) & is_row[None, :]
+            meets = (gap >= lo) & (gap <= hi)
             p = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * scale2 - log2[None, :])
             p = tl.where(meets, p, 0.0)
             dout = _rows(do_from, do_row, start, theirs, d, width, other, False)
