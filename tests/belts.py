@@ -84,6 +84,12 @@ class ThreadShore:
     def belt(self) -> ThreadBelt:
         return ThreadBelt()
 
+    def rescuers(self) -> list[ThreadBelt]:
+        """The first is held up for ever, as one may be that shares a queue with what waits."""
+        held_up, free = ThreadBelt(), ThreadBelt()
+        held_up.follow(Mark())
+        return [held_up, free]
+
     def computed(self) -> Mark:
         mark = Mark()
         mark.put()

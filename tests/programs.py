@@ -701,6 +701,23 @@ def judged(group: Any, schedules: list[str], dtype: torch.dtype) -> list[str]:
     return broken
 
 
+def memory_that_cannot_be_shared(group: Any, odd: int) -> tuple[list[str], str | None]:
+    """One rank has an obstacle: what it says on two calls on CUDA tensors, and why there is no memory."""
+    from longring.transport import driver
+
+    transport, said = transport_for(group), []
+    torch.cuda.current_device = lambda: 0
+    driver.obstacle = lambda: "no GPU here" if transport.rank == odd else None
+    for _ in range(2):
+        try:
+            with transport.converse({"device": "cuda"}, timeout=TIMEOUT):
+                pass
+            said.append("fine")
+        except TransportError as error:
+            said.append(str(error))
+    return said, getattr(transport._symmetric, "reason", None)
+
+
 def staged(group: Any, program: str, *args: Any) -> Any:
     """Another of these programs, with every message going through memory of its own, as from a GPU over Gloo."""
     from longring.transport import process_group

@@ -183,6 +183,27 @@ def test_who_does_not_wait_on_the_host_finds_nan_and_then_the_name(how):
         assert outcomes[rank].status == 0, outcomes[rank].printed
 
 
+@processes
+def test_what_one_rank_cannot_share_none_does():
+    """The others could allocate nothing here either, but the first obstacle is everyone's reason."""
+    for said, reason in results(3, "programs:memory_that_cannot_be_shared", 0):
+        assert said == ["fine", "fine"]
+        assert reason == "rank 0: no GPU here"
+
+
+@processes
+def test_symmetric_memory_that_was_asked_for_by_name_is_had_or_missed():
+    environment = {"LONGRING_TRANSPORT": "symmetric"}
+    for said, _ in results(2, "programs:memory_that_cannot_be_shared", 0, environment=environment):
+        assert said == ["LONGRING_TRANSPORT=symmetric cannot be had: rank 0: no GPU here"] * 2
+
+
+@processes
+def test_another_way_is_refused():
+    for said, _ in results(2, "programs:memory_that_cannot_be_shared", 0, environment={"LONGRING_TRANSPORT": "x"}):
+        assert said == ['LONGRING_TRANSPORT must be "symmetric" or "staged", or not be set; got \'x\''] * 2
+
+
 # ---------------------------------------------------------------------------------------------- staging, without a GPU
 
 

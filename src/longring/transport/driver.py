@@ -41,11 +41,15 @@ def obstacle() -> str | None:
     return None
 
 
+_URGENT, _USUAL = -1, 0
+_QUEUES = 8  # of the hardware, if CUDA_DEVICE_MAX_CONNECTIONS does not say otherwise: more streams than that share them
+
+
 class CudaBelt:
     """One stream. Of high priority, since such streams share no queue of the hardware with those that compute."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device, priority=-1)
+    def __init__(self, device: torch.device, priority: int = _URGENT) -> None:
+        self._stream = torch.cuda.Stream(device, priority=priority)
 
     def follow(self, mark: Any) -> None:
         self._stream.wait_event(mark)
@@ -85,6 +89,10 @@ class CudaShore:
 
     def belt(self) -> CudaBelt:
         return CudaBelt(self.device)
+
+    def rescuers(self) -> list[CudaBelt]:
+        """Of the usual priority, apart from all that wait for flags; so many that one is apart from who computes."""
+        return [CudaBelt(self.device, _USUAL) for _ in range(_QUEUES)]
 
     def computed(self) -> torch.cuda.Event:
         """A mark behind all that the caller has asked for so far."""

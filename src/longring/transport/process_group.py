@@ -106,16 +106,21 @@ class ProcessGroupTransport:
     def _begin(self, terms: Terms, timeout: float | None) -> Talk:
         self._lookout.check()
         self._check_group()
-        self._conversations += 1
         facts = {**terms, "longring's version": _version(), "ranks of a node": self.node_ranks}
         opens = terms.get("device") == "cuda" and self._wants_symmetric(facts)
+        self._conversations += 1
         return Talk(self, self._conversations, signed(facts), timeout, opens=opens)
 
     def _wants_symmetric(self, facts: dict[str, object]) -> bool:
         """Whether CUDA tensors may go through symmetric memory; all ranks must see it alike."""
+        self._check_refusal()
         asked = way_for_cuda()
         facts["way of CUDA tensors"] = asked or "any"
         return self._size > 1 and asked != "staged" and (asked == "symmetric" or not self._has_nccl)
+
+    def _check_refusal(self) -> None:
+        if isinstance(self._symmetric, Refused) and way_for_cuda() == "symmetric":
+            raise TransportError(f"LONGRING_TRANSPORT=symmetric cannot be had: {self._symmetric.reason}")
 
     @property
     def symmetric_bytes(self) -> int:
@@ -297,11 +302,7 @@ class Talk:
     def _until_open(self, opening: Errand[None], what: str) -> None:
         self._until(opening, what)
         self._opening = None
-        found = self._transport._symmetric
-        if isinstance(found, Refused):
-            self._transport._record.note("no symmetric memory", reason=found.reason)
-            if way_for_cuda() == "symmetric":
-                raise TransportError(f"LONGRING_TRANSPORT=symmetric cannot be had: {found.reason}")
+        self._transport._check_refusal()
 
     def __enter__(self) -> Talk:
         return self

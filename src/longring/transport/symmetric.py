@@ -13,6 +13,7 @@ then arrives as bytes of ones, which is nan in every floating-point format: a re
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import socket
@@ -53,6 +54,10 @@ class Shore(Protocol):
 
     def belt(self) -> Belt: ...
 
+    def rescuers(self) -> Sequence[Belt]:
+        """Belts of which at least one is not held up, whatever waits on the others."""
+        ...
+
     def computed(self) -> Any: ...
 
     def hand_over(self, mark: Any) -> None: ...
@@ -65,8 +70,7 @@ class Transfer(Errand[None]):
         super().__init__(lambda _: None)
         self._region, self.pause = region, _PAUSE
         self._letters = list(letters)  # a belt may not find memory that was given to others
-        self._marks = [mark for _, mark in ends]
-        self._ahead = deque(ends)  # (peer, mark) of what is not known to be over
+        self._ends, self._has_passed = list(ends), False
         self._next_pulse = time.monotonic() + _PULSE
         self._silent: int | None = None  # whose process was not there at the last look
         self.waits_for = ends[0][0]
@@ -81,11 +85,12 @@ class Transfer(Errand[None]):
         return True
 
     def has_passed(self) -> bool:
-        while self._ahead and self._ahead[0][1].query():
-            self._ahead.popleft()
-        if self._ahead:
-            self.waits_for = self._ahead[0][0]
-        return not self._ahead
+        """Asked by several threads: by the caller, the vigil and the rescue."""
+        if not self._has_passed:
+            late = next((peer for peer, mark in self._ends if not mark.query()), None)
+            self._has_passed = late is None
+            self.waits_for = self.waits_for if late is None else late
+        return self._has_passed
 
     def _feel_the_pulse(self) -> None:
         """A process that is gone answers no more, but what it had given its streams may have arrived since."""
@@ -105,9 +110,9 @@ class Transfer(Errand[None]):
 
     def hand_over(self) -> None:
         """In the caller: what it does from now on comes after the transfer, also what reuses its memory."""
-        for mark in self._marks:
+        for _, mark in self._ends:
             self._region.shore.hand_over(mark)
-        self._letters, self._marks = [], []
+        self._letters = []
 
 
 class Region:
@@ -187,18 +192,25 @@ class Region:
             self._freeing = send_carrier(self._free)
 
     def _free(self, errand: Errand[None]) -> None:
-        """Living ranks still count their flags up from lower numbers: say it again until all is over."""
-        if self._is_quiet():
-            return
-        rescue, began = self.shore.belt(), time.monotonic()
-        for (sent, _), end in self._ends.items():
-            for slot in end.slots if not sent else ():
-                rescue.fill(slot, _ONES)
-        while not self._is_quiet() and time.monotonic() < began + 4 * _GRACE:
+        """Living ranks still count their flags up from lower numbers: it is said again until all is over."""
+        rescuers = [] if self._is_quiet() else self.shore.rescuers()
+        for rescuer in rescuers:
             for (sent, _), end in self._ends.items():
-                if not sent or time.monotonic() > began + _GRACE:
-                    rescue.write(end.heard, end.pieces)
-            time.sleep(0.01)
+                for slot in end.slots if not sent else ():
+                    rescuer.fill(slot, _ONES)
+        said = [rescuer.mark() for rescuer in rescuers]
+        began = time.monotonic()
+        while not self._is_quiet() and time.monotonic() < began + 4 * _GRACE:
+            for number, rescuer in enumerate(rescuers):
+                if said[number].query():  # one that is held up itself would only fill up
+                    self._let_go(rescuer, sends_too=time.monotonic() > began + _GRACE)
+                    said[number] = rescuer.mark()
+            time.sleep(0.02)
+
+    def _let_go(self, rescuer: Belt, *, sends_too: bool) -> None:
+        for (sent, _), end in self._ends.items():
+            if sends_too or not sent:
+                rescuer.write(end.heard, end.pieces)
 
     def _is_quiet(self) -> bool:
         return all(transfer.has_passed() for transfer in self._under_way)
@@ -231,6 +243,7 @@ class Ferried:
 
     def __init__(self, talk: Talk, region: Region, letters: list[Letter], entry: Entry) -> None:
         self._talk, self._entry = talk, entry
+        talk._transport._vigil.check()
         talk._ask()
         self._transfer = region.post(letters)
         if not talk._is_watched:
@@ -391,11 +404,19 @@ class _Exchange:
 
     def all_of(self, what: str, mine: object) -> list[Any]:
         self._store.set(f"{what}/{self._rank}", json.dumps(mine))
-        return [self._of(what, rank) for rank in range(self._size)]
+        said = [self._of(what, rank) for rank in range(self._size)]
+        self._store.add(f"{what}/read", 1)
+        with contextlib.suppress(RuntimeError):  # who hosts the store may leave once all have read
+            while self._store.add(f"{what}/read", 0) < self._size:
+                time.sleep(0.01)
+        return said
 
     def _of(self, what: str, rank: int) -> Any:
         """Asked again and again: a long wait would keep the store from everyone else in this process."""
         self._errand.waits_for = rank
-        while not self._store.check([f"{what}/{rank}"]):
-            time.sleep(0.01)
-        return json.loads(self._store.get(f"{what}/{rank}"))
+        try:
+            while not self._store.check([f"{what}/{rank}"]):
+                time.sleep(0.01)
+            return json.loads(self._store.get(f"{what}/{rank}"))
+        except RuntimeError as error:
+            raise LineBroken(rank, _first_line(error)) from None
