@@ -202,11 +202,11 @@ def test_every_block_is_on_the_list_once():
 
 
 def test_a_known_call_writes_no_list():
-    q, k, *_ = tensors(1, 20, 1, 1, 16)
+    q, *_ = tensors(1, 20, 1, 1, 16)
     stack = one("causal", 20, 20)
-    first, again = (tiles._work(q, k, [stack], BLOCK, "rows") for _ in range(2))
+    first, again = (tiles._work(q, [stack], BLOCK, "rows") for _ in range(2))
     assert first.items is again.items
-    assert tiles._work(q, k, [stack], BLOCK, "keys").items is not first.items
+    assert tiles._work(q, [stack], BLOCK, "keys").items is not first.items
 
 
 def test_the_shelf_keeps_what_was_used_last():

@@ -64,7 +64,7 @@ def forward(
         return []
     q, k, v = (_dense_last(x) for x in (q, k, v))
     blocks = (sizes or sizes_for(q)).forward
-    work = _work(q, k, stacks, blocks, "rows")
+    work = _work(q, stacks, blocks, "rows")
     out = torch.empty(work.rows, q.shape[3], dtype=dtype or q.dtype, device=q.device)
     lse = torch.empty(work.rows, dtype=torch.float32, device=q.device)
     with _on(q.device):
@@ -122,7 +122,7 @@ def _queries_backward(
     blocks: Blocks,
 ) -> tuple[Tensor, Tensor]:
     """dq, and [2, rows] of delta and log2 put together as the stacks read them."""
-    work = _work(q, k, stacks, blocks, "rows")
+    work = _work(q, stacks, blocks, "rows")
     dq = torch.empty(work.rows, q.shape[3], dtype=dtype, device=q.device)
     terms = torch.empty(2, work.lines, dtype=torch.float32, device=q.device)
     with _on(q.device):
@@ -157,7 +157,7 @@ def _keys_backward(
     dtype: torch.dtype,
     blocks: Blocks,
 ) -> tuple[Tensor, Tensor]:
-    work = _work(q, k, stacks, blocks, "keys")
+    work = _work(q, stacks, blocks, "keys")
     dk, dv = (torch.empty(work.keys, q.shape[3], dtype=dtype, device=q.device) for _ in range(2))
     with _on(q.device):
         _dkv[(work.count,)](
@@ -309,7 +309,7 @@ FIELDS: tl.constexpr = tl.constexpr(24)
 LINES: tl.constexpr = tl.constexpr(16)
 
 
-def _work(q: Tensor, k: Tensor, stacks: Sequence[Stack], blocks: Blocks, side: str) -> Work:
+def _work(q: Tensor, stacks: Sequence[Stack], blocks: Blocks, side: str) -> Work:
     stacks = tuple(stacks)
     row_bytes = 2 * q.shape[3] * q.element_size()
     key = (q.device, stacks, blocks.own, row_bytes, side)
@@ -339,7 +339,8 @@ def _fields(stack: Stack) -> list[int]:
 
 
 def _steps(place: Place) -> tuple[int, ...]:
-    """Where a place starts and how far its many, heads and rows are apart: batch, row, and head."""
+    """First batch row, row and head; then batch rows and rows from one of the many to the next, rows and heads from
+    one head to the next, and rows from one row to the next."""
     is_repeated = place.repeats > 1
     by_many = (0, place.spacing) if is_repeated else (place.batch.step, 0)
     head_step = place.kv_heads.step if place.share == 1 else 1
