@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longring.transport.lanes import Plan
+from longring.transport.lanes import Plan, Shared
 from longring.transport.symmetric import Region
 
 
@@ -99,25 +99,24 @@ class ThreadShore:
         mark.wait()
 
 
-def shared_memories(path: str, plan: Plan) -> list[Tensor]:
-    whole = torch.from_file(path, shared=True, size=plan.size * plan.bytes, dtype=torch.uint8)
-    return list(whole.chunk(plan.size))
+def shared(path: str, plan: Plan) -> Shared:
+    size = plan.flags_bytes + plan.lanes_bytes
+    whole = torch.from_file(path, shared=True, size=plan.size * size, dtype=torch.uint8).view(plan.size, size)
+    return Shared(plan, [each[: plan.flags_bytes] for each in whole], [each[plan.flags_bytes :] for each in whole])
 
 
 def region_of(group: Any, outbox: int) -> Region:
     """In every rank of a world of processes."""
     plan = Plan(dist.get_world_size(group), outbox)
     said: list[Any] = [None] * plan.size
-    mine: Any = os.getpid()
+    path = None
     if dist.get_rank(group) == 0:
         handle, path = tempfile.mkstemp(prefix="longring-belts-")
-        os.truncate(handle, plan.size * plan.bytes)
-        mine = (os.getpid(), path)
-    dist.all_gather_object(said, mine, group=group)
-    path = said[0][1]
-    memories = shared_memories(path, plan)
+        os.truncate(handle, plan.size * (plan.flags_bytes + plan.lanes_bytes))
+    dist.all_gather_object(said, (os.getpid(), path), group=group)
+    memories = shared(said[0][1], plan)
     dist.barrier(group)
-    if dist.get_rank(group) == 0:
+    if path is not None:
         os.unlink(path)
-    processes = {rank: each[0] if rank == 0 else each for rank, each in enumerate(said)}
-    return Region(dist.get_rank(group), plan, memories, ThreadShore(), processes)
+    processes = {rank: process for rank, (process, _) in enumerate(said)}
+    return Region(dist.get_rank(group), memories, ThreadShore(), processes)

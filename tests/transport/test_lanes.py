@@ -9,7 +9,7 @@ import torch
 
 from belts import ThreadBelt, ThreadShore
 from longring.errors import TransportError
-from longring.transport.lanes import SLOTS, Plan, Receiving, Sending, as_bytes, move_all
+from longring.transport.lanes import SLOTS, Plan, Receiving, Sending, Shared, as_bytes, move_all
 from longring.transport.lines import Letter
 from longring.transport.symmetric import Introduction, Region, common_obstacle
 from worlds import World, results
@@ -23,24 +23,34 @@ def test_flags_and_lanes_of_a_memory_are_apart(size, outbox):
     plan = Plan(size, outbox)
     assert plan.slot >= 4096
     assert plan.slot % 4096 == 0
-    assert plan.bytes <= max(outbox, SLOTS * 4096 * (size - 1)) + plan.head
-    memory = torch.empty(plan.bytes, dtype=torch.uint8)
-    start = memory.data_ptr()
+    assert plan.lanes_bytes <= max(outbox, SLOTS * 4096 * (size - 1))
+    flags, lanes = (torch.empty(count, dtype=torch.uint8) for count in (plan.flags_bytes, plan.lanes_bytes))
     for rank in range(min(size, 5)):
         others = [other for other in range(size) if other != rank]
-        places = [plan.ready(memory, other) for other in others] + [plan.taken(memory, other) for other in others]
-        places += [plan.lane(memory, rank, other) for other in others]
-        spans = sorted((place.data_ptr() - start, place.data_ptr() - start + place.nbytes) for place in places)
-        assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
-        assert spans[-1][1] <= plan.bytes
+        signals = [plan.ready(flags, other) for other in others] + [plan.taken(flags, other) for other in others]
+        assert_apart(signals, flags)
+        assert_apart([plan.lane(lanes, rank, other) for other in others], lanes)
+
+
+def assert_apart(places, memory):
+    start = memory.data_ptr()
+    spans = sorted((place.data_ptr() - start, place.data_ptr() - start + place.nbytes) for place in places)
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+    assert spans[0][0] >= 0
+    assert spans[-1][1] <= memory.nbytes
+
+
+def memories(plan):
+    sizes = plan.flags_bytes, plan.lanes_bytes
+    return Shared(plan, *([torch.zeros(size, dtype=torch.uint8) for _ in range(plan.size)] for size in sizes))
 
 
 def pair(outbox, first=0):
     """Two memories, and both ends of the lane from rank 0 to rank 1, which have moved `first` pieces before."""
     plan = Plan(2, outbox)
-    memories = [torch.zeros(plan.bytes, dtype=torch.uint8) for _ in range(2)]
-    sending = Sending.over(plan, memories, 0, 1, ThreadBelt())
-    receiving = Receiving.over(plan, memories, 1, 0, ThreadBelt())
+    shared = memories(plan)
+    sending = Sending.over(shared, 0, 1, ThreadBelt())
+    receiving = Receiving.over(shared, 1, 0, ThreadBelt())
     for end in (sending, receiving):
         end._count.pieces = first
         end.heard.fill_((first + 2**31) % 2**32 - 2**31)
@@ -70,6 +80,16 @@ def test_a_sender_waits_for_its_slots():
     assert blocked._passed.wait(10)
 
 
+@pytest.mark.parametrize("end", [0, 1], ids=["sending", "receiving"])
+def test_the_host_can_let_an_end_go(end):
+    lonely = pair(8192, 2**32 - 3)[1 + end]
+    move_all([(lonely, [torch.ones(9 * 4096, dtype=torch.uint8)])])
+    mark = lonely.belt.mark()
+    assert not mark._passed.wait(0.2)
+    lonely.let_go()
+    assert mark._passed.wait(10)
+
+
 def test_pieces_of_all_ways_take_turns():
     order = []
 
@@ -94,9 +114,7 @@ def test_any_tensor_is_bytes():
 
 
 def test_a_tensor_of_another_device_is_refused():
-    plan = Plan(2, 8192)
-    memories = [torch.zeros(plan.bytes, dtype=torch.uint8) for _ in range(2)]
-    region = Region(1, plan, memories, ThreadShore(), {})
+    region = Region(1, memories(Plan(2, 8192)), ThreadShore(), {})
     with pytest.raises(TransportError, match=r"rank 1: symmetric .* is on cpu, and the tensor is on meta; call torch"):
         region.post([Letter(True, 0, torch.zeros(1, device="meta"), 0)])
 

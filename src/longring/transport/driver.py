@@ -17,17 +17,51 @@ from ..errors import TransportError
 
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: (int32)(*address - value) >= 0, which is right across an overflow
 _IN_ORDER = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: with a fence before it
-_NAMES = "cuStreamWaitValue32_v2", "cuStreamWriteValue32_v2"
+_SEEN_BY_ALL = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
+_POINTER = ctypes.c_uint64
+_ARGUMENTS: dict[str, list[Any]] = {
+    "cuStreamWaitValue32_v2": [ctypes.c_void_p, _POINTER, ctypes.c_uint32, ctypes.c_uint],
+    "cuStreamWriteValue32_v2": [ctypes.c_void_p, _POINTER, ctypes.c_uint32, ctypes.c_uint],
+    "cuMemsetD8Async": [_POINTER, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p],
+    "cuMemHostGetDevicePointer_v2": [ctypes.POINTER(_POINTER), ctypes.c_void_p, ctypes.c_uint],
+    "cuCtxGetCurrent": [ctypes.POINTER(ctypes.c_void_p)],
+    "cuCtxSetCurrent": [ctypes.c_void_p],
+}
 
 
 @cache
 def _driver() -> Any:
     library = ctypes.CDLL("libcuda.so.1")
-    for name in _NAMES:
+    for name, arguments in _ARGUMENTS.items():
         function = getattr(library, name)
-        function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-        function.restype = ctypes.c_int
+        function.argtypes, function.restype = arguments, ctypes.c_int
     return library
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()
+
+
+def _ask(name: str, *arguments: Any) -> None:
+    code = getattr(_driver(), name)(*arguments)
+    if code:
+        text = f"{name} failed with error {code} of the CUDA driver"
+        raise TransportError(f"{text}; LONGRING_TRANSPORT=staged goes another way")
+
+
+def register(flags: Tensor) -> None:
+    """Let the GPU reach flags on the host, under the address they have there."""
+    code = _runtime().cudaHostRegister(flags.data_ptr(), flags.nbytes, _SEEN_BY_ALL)
+    if int(code):
+        raise TransportError(f"cudaHostRegister failed with error {int(code)}")
+    address = _POINTER()
+    _ask("cuMemHostGetDevicePointer_v2", ctypes.byref(address), flags.data_ptr(), 0)
+    if address.value != flags.data_ptr():
+        raise TransportError("the GPU has other addresses for memory of the host than the host itself")
+
+
+def unregister(flags: Tensor) -> None:
+    _runtime().cudaHostUnregister(flags.data_ptr())
 
 
 def obstacle() -> str | None:
@@ -37,7 +71,7 @@ def obstacle() -> str | None:
     try:
         _driver()
     except (OSError, AttributeError) as error:
-        return f"the CUDA driver has no {' and '.join(_NAMES)} ({error})"
+        return f"the CUDA driver cannot be used ({error})"
     return None
 
 
@@ -59,39 +93,36 @@ class CudaBelt:
             into.copy_(source, non_blocking=True)
 
     def fill(self, into: Tensor, byte: int) -> None:
-        with torch.cuda.stream(self._stream):
-            into.fill_(byte)
+        """Not by a kernel: loading one may wait for streams that wait for this."""
+        _ask("cuMemsetD8Async", into.data_ptr(), byte, into.nbytes, self._stream.cuda_stream)
 
     def write(self, flag: Tensor, value: int) -> None:
-        self._ask("cuStreamWriteValue32_v2", flag, value, _IN_ORDER)
+        _ask("cuStreamWriteValue32_v2", self._stream.cuda_stream, flag.data_ptr(), value % 2**32, _IN_ORDER)
 
     def wait(self, flag: Tensor, value: int) -> None:
-        self._ask("cuStreamWaitValue32_v2", flag, value, _AT_LEAST)
+        _ask("cuStreamWaitValue32_v2", self._stream.cuda_stream, flag.data_ptr(), value % 2**32, _AT_LEAST)
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
 
-    def _ask(self, name: str, flag: Tensor, value: int, how: int) -> None:
-        code = getattr(_driver(), name)(self._stream.cuda_stream, flag.data_ptr(), value % 2**32, how)
-        if code:
-            raise TransportError(
-                f"{name} failed with error {code} of the CUDA driver; LONGRING_TRANSPORT=staged avoids it"
-            )
-
 
 class CudaShore:
     """Where belts begin and end: the caller's own stream."""
 
     def __init__(self, device: torch.device) -> None:
+        """In a thread that has used the device."""
         self.device = device
+        self._context = ctypes.c_void_p()
+        _ask("cuCtxGetCurrent", ctypes.byref(self._context))
 
     def belt(self) -> CudaBelt:
         return CudaBelt(self.device)
 
     def rescuers(self) -> list[CudaBelt]:
         """Of the usual priority, apart from all that wait for flags; so many that one is apart from who computes."""
+        _ask("cuCtxSetCurrent", self._context)  # a carrier may not have used the device
         return [CudaBelt(self.device, _USUAL) for _ in range(_QUEUES)]
 
     def computed(self) -> torch.cuda.Event:

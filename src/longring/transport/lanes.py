@@ -1,9 +1,10 @@
 """Lanes: how messages of any size go through a few slots of memory that two ranks see.
 
-A rank has a lane to every other. Its sender copies a piece of a message into a slot and says "ready: n" in the
-receiver's memory; the receiver copies it out and says "taken: n" in the sender's, whose slot is then free again.
-Pieces are counted on and on, and both ends count alike, so that nothing but n need be said. Who waits for whom
-is left to a belt, which does one thing after the other: a CUDA stream, without the host.
+A rank has a lane to every other. Its sender copies a piece of a message into a slot and says "ready: n"; the
+receiver copies it out and says "taken: n", and the slot is free again. Pieces are counted on and on, and both ends
+count alike, so that nothing but n need be said. Who waits for whom is left to a belt, which does one thing after
+the other: a CUDA stream, without the host. But flags are in the host's memory, where a plain store can let go a belt
+whose other end is lost.
 
 A lane has belts of its own, one at each end: on a belt that several lanes shared, a piece for one rank would hold
 up pieces for another, and ranks that send to each other in different orders would wait in a circle.
@@ -47,44 +48,47 @@ class Belt(Protocol):
 
 
 class Plan(NamedTuple):
-    """How every rank's memory is divided: flags first, then one lane for each of the others."""
+    """How a rank's memories are divided: flags for each of the others, and a lane to each."""
 
     size: int
     outbox: int  # bytes of all lanes together, about
 
     @property
-    def head(self) -> int:
-        return _whole_pages(2 * self.size * _FLAG)
+    def flags_bytes(self) -> int:
+        return -(-2 * self.size * _FLAG // _PAGE) * _PAGE
 
     @property
     def slot(self) -> int:
         return max(_PAGE, self.outbox // (self.size - 1) // SLOTS // _PAGE * _PAGE)
 
     @property
-    def bytes(self) -> int:
-        return self.head + (self.size - 1) * SLOTS * self.slot
+    def lanes_bytes(self) -> int:
+        return (self.size - 1) * SLOTS * self.slot
 
-    def ready(self, memory: Tensor, sender: int) -> Tensor:
-        """In the receiver's memory: how many pieces the sender has sent."""
-        return _flag(memory, 2 * sender)
+    def ready(self, flags: Tensor, sender: int) -> Tensor:
+        """Among the receiver's flags: how many pieces the sender has sent."""
+        return _flag(flags, 2 * sender)
 
-    def taken(self, memory: Tensor, receiver: int) -> Tensor:
-        """In the sender's memory: how many pieces the receiver has taken."""
-        return _flag(memory, 2 * receiver + 1)
+    def taken(self, flags: Tensor, receiver: int) -> Tensor:
+        """Among the sender's flags: how many pieces the receiver has taken."""
+        return _flag(flags, 2 * receiver + 1)
 
-    def lane(self, memory: Tensor, sender: int, receiver: int) -> Tensor:
+    def lane(self, lanes: Tensor, sender: int, receiver: int) -> Tensor:
         """In the sender's memory: the slots to one receiver."""
-        place = receiver - (receiver > sender)
-        first = self.head + place * SLOTS * self.slot
-        return memory[first : first + SLOTS * self.slot]
+        first = (receiver - (receiver > sender)) * SLOTS * self.slot
+        return lanes[first : first + SLOTS * self.slot]
 
 
-def _whole_pages(count: int) -> int:
-    return -(-count // _PAGE) * _PAGE
+def _flag(flags: Tensor, number: int) -> Tensor:
+    return flags[number * _FLAG : number * _FLAG + 4].view(torch.int32)
 
 
-def _flag(memory: Tensor, number: int) -> Tensor:
-    return memory[number * _FLAG : number * _FLAG + 4].view(torch.int32)
+class Shared(NamedTuple):
+    """The memories of all ranks, as one of them sees them."""
+
+    plan: Plan
+    flags: Sequence[Tensor]  # on the host
+    lanes: Sequence[Tensor]
 
 
 class Piece(NamedTuple):
@@ -105,6 +109,11 @@ class _Count:
             yield Piece(number, number % SLOTS, range(first, min(first + self._slot, message)))
 
 
+def _signed(count: int) -> int:
+    """The same 32 bits, with a sign."""
+    return (count + 2**31) % 2**32 - 2**31
+
+
 class _End:
     """One end of a lane. `other` is the rank at the other end."""
 
@@ -121,14 +130,19 @@ class _End:
     def slots(self) -> Sequence[Tensor]:
         return self._slots
 
+    def let_go(self) -> None:
+        """By the host: whatever this end waits for, it waits no more."""
+        self.heard.fill_(_signed(self.pieces))
+
 
 class Sending(_End):
     """Says "ready", hears "taken"."""
 
     @classmethod
-    def over(cls, plan: Plan, memories: Sequence[Tensor], rank: int, other: int, belt: Belt) -> Sending:
-        lane = plan.lane(memories[rank], rank, other)
-        return cls(lane, plan.ready(memories[other], rank), plan.taken(memories[rank], other), belt, other)
+    def over(cls, shared: Shared, rank: int, other: int, belt: Belt) -> Sending:
+        plan, flags, lanes = shared
+        lane = plan.lane(lanes[rank], rank, other)
+        return cls(lane, plan.ready(flags[other], rank), plan.taken(flags[rank], other), belt, other)
 
     def move(self, message: Tensor) -> Iterator[None]:
         """Piece by piece; the message is bytes."""
@@ -144,9 +158,10 @@ class Receiving(_End):
     """Hears "ready", says "taken"."""
 
     @classmethod
-    def over(cls, plan: Plan, memories: Sequence[Tensor], rank: int, other: int, belt: Belt) -> Receiving:
-        lane = plan.lane(memories[other], other, rank)
-        return cls(lane, plan.taken(memories[other], rank), plan.ready(memories[rank], other), belt, other)
+    def over(cls, shared: Shared, rank: int, other: int, belt: Belt) -> Receiving:
+        plan, flags, lanes = shared
+        lane = plan.lane(lanes[other], other, rank)
+        return cls(lane, plan.taken(flags[other], rank), plan.ready(flags[rank], other), belt, other)
 
     def move(self, buffer: Tensor) -> Iterator[None]:
         for number, slot, part in self._count.cut(buffer.numel()):

@@ -1,13 +1,14 @@
 """CUDA tensors between the ranks of one machine: torch's symmetric memory, copied through by streams alone.
 
-Every rank maps every other's outbox. A post gives the streams of its lanes all there is to do (lanes.py) and
-returns; nobody on the host waits for a message, and no multiprocessor does. What a caller computes with comes after
-it on its own stream.
+Every rank maps every other's outbox, and flags in the host's memory. A post gives the streams of its lanes all there
+is to do (lanes.py) and returns; nobody on the host waits for a message, and no multiprocessor does. What a caller
+computes with comes after it on its own stream.
 
 A rank that is lost leaves streams that would wait for ever. So transfers are watched: by the caller where the call
 has a timeout, which then raises in that call; else by a vigil beside it, and what is raised then is raised by the
 group's next wait or call. Either way the streams are let go once there is a verdict, and what had not arrived by
 then arrives as bytes of ones, which is nan in every floating-point format: a result is right, or nan, or an error.
+Where the device does not even take those, the process is ended with a message.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import contextlib
 import json
 import os
 import socket
+import sys
+import tempfile
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,11 +36,13 @@ from ..errors import TransportError
 from . import driver
 from .carriers import Errand, send_carrier
 from .journal import Entry
-from .lanes import Belt, End, Plan, Receiving, Sending, as_bytes, move_all
+from .lanes import Belt, End, Plan, Receiving, Sending, Shared, as_bytes, move_all
 from .lines import Letter, LineBroken
 
 if TYPE_CHECKING:
     from .process_group import Talk
+
+T = TypeVar("T")
 
 OUTBOX = 128 << 20  # bytes of a rank's lanes together: what is larger goes through in pieces
 _ONES = 255
@@ -121,14 +126,13 @@ class Region:
     def __init__(
         self,
         rank: int,
-        plan: Plan,
-        memories: Sequence[Tensor],
+        shared: Shared,
         shore: Shore,
         processes: Mapping[int, int],
         keep: object = None,
     ) -> None:
-        self.rank, self.shore, self.nbytes = rank, shore, plan.bytes
-        self._plan, self._memories, self._processes, self._keep = plan, memories, processes, keep
+        self.rank, self.shore, self.nbytes = rank, shore, shared.plan.lanes_bytes
+        self._shared, self._processes, self._keep = shared, processes, keep
         self._ends: dict[tuple[bool, int], End] = {}
         self._under_way: deque[Transfer] = deque()
         self._lock = threading.Lock()
@@ -166,7 +170,7 @@ class Region:
     def _end(self, sent: bool, peer: int) -> End:
         if (sent, peer) not in self._ends:
             kind = Sending if sent else Receiving
-            self._ends[sent, peer] = kind.over(self._plan, self._memories, self.rank, peer, self.shore.belt())
+            self._ends[sent, peer] = kind.over(self._shared, self.rank, peer, self.shore.belt())
         return self._ends[sent, peer]
 
     def is_alive(self, peer: int) -> bool:
@@ -192,25 +196,38 @@ class Region:
             self._freeing = send_carrier(self._free)
 
     def _free(self, errand: Errand[None]) -> None:
-        """Living ranks still count their flags up from lower numbers: it is said again until all is over."""
-        rescuers = [] if self._is_quiet() else self.shore.rescuers()
-        for rescuer in rescuers:
-            for (sent, _), end in self._ends.items():
-                for slot in end.slots if not sent else ():
-                    rescuer.fill(slot, _ONES)
-        said = [rescuer.mark() for rescuer in rescuers]
+        """Living ranks still count their flags up from lower numbers: they are set again until all is over."""
+        if self._is_quiet():
+            return
+        self._spoil()
         began = time.monotonic()
         while not self._is_quiet() and time.monotonic() < began + 4 * _GRACE:
-            for number, rescuer in enumerate(rescuers):
-                if said[number].query():  # one that is held up itself would only fill up
-                    self._let_go(rescuer, sends_too=time.monotonic() > began + _GRACE)
-                    said[number] = rescuer.mark()
-            time.sleep(0.02)
+            for (sent, _), end in self._ends.items():
+                if not sent or time.monotonic() > began + _GRACE:
+                    end.let_go()
+            time.sleep(0.005)
 
-    def _let_go(self, rescuer: Belt, *, sends_too: bool) -> None:
-        for (sent, _), end in self._ends.items():
-            if sends_too or not sent:
-                rescuer.write(end.heard, end.pieces)
+    def _spoil(self) -> None:
+        """Ones into every slot that this rank would still read; what was read before is right."""
+        ends = [end for (sent, _), end in self._ends.items() if not sent]
+        marks = []
+        for rescuer in self.shore.rescuers():
+            for slot in (slot for end in ends for slot in end.slots):
+                rescuer.fill(slot, _ONES)
+            marks.append(rescuer.mark())
+        end = time.monotonic() + _GRACE
+        while not any(mark.query() for mark in marks):
+            if time.monotonic() > end:
+                self._end_the_process()
+            time.sleep(0.005)
+
+    def _end_the_process(self) -> NoReturn:
+        text = (
+            f"rank {self.rank}: a rank of the group is lost, and the device does nothing any more; ending the process"
+        )
+        sys.stderr.write(f"longring: {text}\n")
+        sys.stderr.flush()
+        os._exit(1)
 
     def _is_quiet(self) -> bool:
         return all(transfer.has_passed() for transfer in self._under_way)
@@ -311,6 +328,7 @@ class Introduction(NamedTuple):
     host: str
     process: int
     obstacle: str | None
+    flags: str | None = None  # the file that they are in, made by the first rank
 
 
 class Refused(NamedTuple):
@@ -321,53 +339,72 @@ class Refused(NamedTuple):
 
 def opened(group: dist.ProcessGroup, device: torch.device, errand: Errand[Any]) -> Region | Refused:
     """In a carrier of every rank: share memory, if all can. What one cannot, none does."""
-    plan = Plan(dist.get_world_size(group), OUTBOX)
+    rank, plan = dist.get_rank(group), Plan(dist.get_world_size(group), OUTBOX)
     exchange = _Exchange(group, errand)
-    memory, obstacle = _allocated(group, plan, device)
-    said = [Introduction(*each) for each in exchange.all_of("introduction", _introduction(obstacle))]
-    reason = common_obstacle(said)
-    if reason is not None or memory is None:
-        return Refused(reason or "")
-    handle, failure = _mapped(group, memory)
-    failures = {rank: text for rank, text in enumerate(exchange.all_of("outcome", failure)) if text}
-    if failures:
-        return Refused("; ".join(f"rank {rank}: {text}" for rank, text in failures.items()))
-    memories = [handle.get_buffer(rank, (plan.bytes,), torch.uint8) for rank in range(plan.size)]
-    return Region(dist.get_rank(group), plan, memories, driver.CudaShore(device), _seen(said), (memory, handle))
+    lanes, obstacle = _tried(lambda: _allocated(group, plan, device))
+    with _file_for_flags(plan) if rank == 0 else contextlib.nullcontext() as path:
+        said = [Introduction(*each) for each in exchange.all_of("introduction", _introduction(obstacle, path))]
+        reason = common_obstacle(said)
+        if reason is not None:
+            return Refused(reason)
+        found, failure = _tried(lambda: _mapped(group, plan, lanes, said[0].flags))
+        failures = {other: text for other, text in enumerate(exchange.all_of("outcome", failure)) if text}
+    if found is None or failures:
+        return Refused("; ".join(f"rank {other}: {text}" for other, text in failures.items()))
+    shared, handle, flags = found
+    with torch.cuda.device(device):
+        region = Region(rank, shared, driver.CudaShore(device), _seen(said), (lanes, handle))
+    weakref.finalize(region, driver.unregister, flags).atexit = False
+    return region
 
 
-def _allocated(group: dist.ProcessGroup, plan: Plan, device: torch.device) -> tuple[Tensor | None, str | None]:
+def _tried(work: Callable[[], T]) -> tuple[T | None, str | None]:
+    """What came of it, or why nothing did."""
+    try:
+        return work(), None
+    except (RuntimeError, OSError, AttributeError) as error:
+        return None, str(error).partition("\n")[0] or type(error).__name__
+
+
+def _allocated(group: dist.ProcessGroup, plan: Plan, device: torch.device) -> Tensor:
     obstacle = driver.obstacle()
     if obstacle is not None:
-        return None, obstacle
-    try:
-        with torch.cuda.device(device):
-            memory = _symmetric().empty_strided_p2p((plan.bytes,), (1,), torch.uint8, device, group.group_name)
-            memory[: plan.head].zero_()
-            torch.cuda.current_stream(device).synchronize()  # nobody may count from anything but zero
-        return memory, None
-    except (RuntimeError, AttributeError) as error:
-        return None, _first_line(error)
+        raise TransportError(obstacle)
+    with torch.cuda.device(device):
+        return _symmetric().empty_strided_p2p((plan.lanes_bytes,), (1,), torch.uint8, device, group.group_name)
 
 
-def _mapped(group: dist.ProcessGroup, memory: Tensor) -> tuple[Any, str | None]:
+@contextlib.contextmanager
+def _file_for_flags(plan: Plan) -> Iterator[str]:
+    """All zeros; its name goes once all have opened it."""
+    memory = Path("/dev/shm")
+    handle, path = tempfile.mkstemp(prefix="longring-flags-", dir=memory if memory.is_dir() else None)
     try:
-        with torch.cuda.device(memory.device):
-            return _symmetric().rendezvous(memory, group.group_name), None
-    except RuntimeError as error:
-        return None, _first_line(error)
+        os.truncate(handle, plan.size * plan.flags_bytes)
+        os.close(handle)
+        yield path
+    finally:
+        os.unlink(path)
+
+
+def _mapped(group: dist.ProcessGroup, plan: Plan, mine: Tensor | None, path: str | None) -> tuple[Shared, Any, Tensor]:
+    """In every rank at once, which torch requires of a rendezvous."""
+    assert mine is not None  # or this rank would have had an obstacle
+    assert path is not None  # which the first rank has made
+    with torch.cuda.device(mine.device):
+        handle = _symmetric().rendezvous(mine, group.group_name)
+        lanes = [handle.get_buffer(rank, (plan.lanes_bytes,), torch.uint8) for rank in range(plan.size)]
+        flags = torch.from_file(path, shared=True, size=plan.size * plan.flags_bytes, dtype=torch.uint8)
+        driver.register(flags)
+    return Shared(plan, flags.chunk(plan.size), lanes), handle, flags
 
 
 def _symmetric() -> Any:
     return torch._C._distributed_c10d._SymmetricMemory  # type: ignore[attr-defined]
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
-
-
-def _introduction(obstacle: str | None) -> Introduction:
-    return Introduction(_machine(), socket.gethostname(), os.getpid(), obstacle)
+def _introduction(obstacle: str | None, flags: str | None) -> Introduction:
+    return Introduction(_machine(), socket.gethostname(), os.getpid(), obstacle, flags)
 
 
 def _machine() -> str:
@@ -419,4 +456,4 @@ class _Exchange:
                 time.sleep(0.01)
             return json.loads(self._store.get(f"{what}/{rank}"))
         except RuntimeError as error:
-            raise LineBroken(rank, _first_line(error)) from None
+            raise LineBroken(rank, str(error).partition("\n")[0]) from None
