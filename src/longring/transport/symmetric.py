@@ -71,9 +71,11 @@ class Shore(Protocol):
 class Transfer(Errand[None]):
     """The messages of one post, under way on their belts: an errand that no carrier runs."""
 
-    def __init__(self, region: Region, letters: Sequence[Letter], ends: Sequence[tuple[int, Any]]) -> None:
+    def __init__(
+        self, region: Region, letters: Sequence[Letter], computed: Any, ends: Sequence[tuple[int, Any]]
+    ) -> None:
         super().__init__(lambda _: None)
-        self._region, self.pause = region, _PAUSE
+        self._region, self._computed, self.pause = region, computed, _PAUSE
         self._letters = list(letters)  # a belt may not find memory that was given to others
         self._ends, self._has_passed = list(ends), False
         self._next_pulse = time.monotonic() + _PULSE
@@ -102,7 +104,7 @@ class Transfer(Errand[None]):
         if time.monotonic() < self._next_pulse or self.waits_for is None:
             return
         self._next_pulse = time.monotonic() + _PULSE
-        if self._region.is_alive(self.waits_for):
+        if self._region.is_alive(self.waits_for) or not self._computed.query():  # then this rank is late, not the other
             self._silent = None
         elif self._silent == self.waits_for and not self.has_passed():
             self.error = LineBroken(self.waits_for, "its process has ended")
@@ -156,7 +158,7 @@ class Region:
             for end in ends.values():
                 end.belt.follow(computed)
             move_all([(ends[way], messages) for way, messages in ways.items()])
-            transfer = Transfer(self, letters, [(end.other, end.belt.mark()) for end in ends.values()])
+            transfer = Transfer(self, letters, computed, [(end.other, end.belt.mark()) for end in ends.values()])
             self._under_way.append(transfer)
         return transfer
 
