@@ -11,7 +11,8 @@ from belts import ThreadBelt, ThreadShore
 from longring.errors import TransportError
 from longring.transport.lanes import SLOTS, Plan, Receiving, Sending, Shared, as_bytes, move_all
 from longring.transport.lines import Letter
-from longring.transport.symmetric import Introduction, Region, common_obstacle
+from longring.transport.opening import Introduction, common_obstacle
+from longring.transport.symmetric import Region
 from worlds import World, results
 
 # ------------------------------------------------------------------------------------------------------ the protocol

@@ -30,9 +30,10 @@ from .contract import Pending, Receives, Sends, Terms
 from .journal import Entry, FlightRecord, Journal
 from .lines import Letter, LineBroken, Lines, Posted, backend_for, check_device, tag_of
 from .lookout import Lookout
+from .opening import Refused, opened
 from .staging import Staged
 from .streams import Crossing, crossing
-from .symmetric import Ferried, Refused, Region, Vigil, opened
+from .symmetric import Ferried, Region, Vigil
 
 _CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
 REFUSED = "an argument was refused"
