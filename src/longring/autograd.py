@@ -136,6 +136,7 @@ def _whole(x: Tensor, others: Others | None, what: str) -> Tensor:
     terms = {
         "call": what,
         "dtype": x.dtype,
+        "device": x.device.type,
         "dim": others.dim,
         "shape of a token": shape,
         "how tokens are dealt": others.shards,

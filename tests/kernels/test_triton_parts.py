@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longring.kernels.places import Part, Place
-from longring.numerics.online_softmax import Partial
+from longring.numerics.online_softmax import Partial, merge_, nothing_seen
 from random_parts import Case, added, cases, merged
 
 pytest.importorskip("triton", reason="needs the triton package")
@@ -136,14 +136,42 @@ def test_parts_of_float64_stay_so():
     torch.testing.assert_close(into.out, want + outs.sum(0).transpose(1, 2), rtol=1e-14, atol=1e-14)
 
 
+@pytest.mark.parametrize("phase", range(4))
+def test_rows_a_stride_apart_are_a_program(phase):
+    """Steps 1, 2 and 4 as in LongNet, heads that start later and a window that starts anywhere: all are found."""
+    n, heads = 72, 4
+    places = [whole(n, heads)]
+    places += [Place(range(1), 3, 24, range(h, 4, 2), 0, range(h, 24, 2), 1) for h in range(2)]
+    places += [Place(range(1), 2, 36, range(heads), 1, range(0, 33, 4), 1)]
+    parts = []
+    for place in places:
+        size = place.many, place.heads, len(place.rows)
+        parts.append(Part(place, torch.randn(*size, 16, device=DEVICE), torch.randn(size, device=DEVICE)))
+    assert module._stride(parts, torch.empty(1, n, heads, 16)) == 4
+    into = Partial(torch.full((1, n, heads, 16), torch.nan, device=DEVICE), torch.zeros(1, heads, n, device=DEVICE))
+    window = range(phase, n)
+    merge_parts(parts, window, None, into)
+    want = eagerly_merged(parts, n, heads)
+    torch.testing.assert_close(into.out[:, phase:].double(), want.out[:, phase:], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(into.lse[..., phase:].double(), want.lse[..., phase:], rtol=1e-5, atol=1e-6)
+    assert into.out[:, :phase].isnan().all()
+
+
+def eagerly_merged(parts: list[Part], n: int, heads: int) -> Partial:
+    total = nothing_seen(torch.empty(1, n, heads, 16, dtype=torch.float64, device=DEVICE))
+    for place, out, lse in parts:
+        merge_(place.view(total.out), place.row_view(total.lse), out.double(), lse.double())
+    return total
+
+
 def test_a_division_by_multiplication_is_exact():
     for divisor in [*range(1, 70), 127, 128, 4095, 4097, 2**30 - 1, 2**30, 2**30 + 1, 2**31 - 1]:
         factor, shift = module._reciprocal(divisor)
         ends = {k * divisor + i for k in (0, 1, 2, 3, 1000, (2**31 - 1) // divisor) for i in (-1, 0, 1)}
         for x in {*ends, 2**31 - 1, 2**31 - 2, 2**30}:
             if 0 <= x < 2**31:
-                assert x * factor >> shift == x // divisor
-                assert x * factor < 2**63
+                assert 2 * x * factor >> shift == x // divisor
+                assert factor < 2**32
 
 
 def test_a_warm_call_makes_no_table(monkeypatch):

@@ -19,7 +19,7 @@ from .reference import ReferenceKernel
 from .totals import Seen, Sums, is_lazy
 
 SMALLEST_PORTION = 1 << 18  # elements: below 1 MiB a stack is not cut to save memory
-SMALLEST_SLAB = 1 << 29  # elements: 1 GiB of 16 bits keeps a large GPU busy for milliseconds
+SMALLEST_SLAB = 1 << 27  # elements: 256 MiB of 16 bits keep a large GPU busy for milliseconds
 MOST_SLABS = 8
 
 

@@ -13,11 +13,13 @@ from .operations.contract import Operation
 from .operations.cpu import CpuFlash
 from .operations.cuda import Cudnn, Efficient, Flash
 from .operations.flash_attn import FlashAttn4
+from .operations.triton import TritonTiles
 from .reference import ReferenceKernel
 
 TORCH: tuple[Operation, ...] = (CpuFlash(), Cudnn(), Flash(), Efficient())
 PACKAGES: tuple[Operation, ...] = (FlashAttn4(),)
-ON_GPU = (*PACKAGES, *TORCH[1:])
+OURS: tuple[Operation, ...] = (TritonTiles(),)
+ON_GPU = (*PACKAGES, *TORCH[1:], *OURS)
 
 KERNELS: dict[str, Kernel] = {
     "sdpa": FusedKernel("sdpa", TORCH),  # what PyTorch has, the fastest of it for every tile
@@ -53,7 +55,7 @@ def _is_for_others(strict: Kernel, kernel: Kernel, q: Tensor, k: Tensor) -> bool
 def _fastest(q: Tensor, k: Tensor, deterministic: bool) -> tuple[Kernel, str]:
     willing: list[Operation] = []
     refused: list[str] = []
-    for operation in (*PACKAGES, *TORCH):
+    for operation in (*PACKAGES, *TORCH, *OURS):
         strict = operation.with_the_same_bits() if deterministic else operation
         reason = OTHER_BITS if strict is None else strict.refusal(q, q.shape[3])
         if strict is not None and reason is None:
@@ -62,6 +64,8 @@ def _fastest(q: Tensor, k: Tensor, deterministic: bool) -> tuple[Kernel, str]:
             refused.append(f"{operation.name} {reason}")
     if not willing:
         kernel, why = KERNELS["reference"], "; ".join(refused)
+    elif len(willing) == 1 and willing[0] not in TORCH:
+        kernel, why = FusedKernel(willing[0].name, willing), "; ".join(refused)
     elif all(operation in TORCH for operation in willing):
         kernel, why = KERNELS["sdpa"], "the first choice"
     else:

@@ -46,6 +46,7 @@ class Journey:
             "kv heads": problem.kv_heads,
             "head dimension": q.shape[3],
             "dtype": q.dtype,
+            "device": q.device.type,
             "pattern": task.pattern,
             "query offset": problem.offset,
             "how queries are dealt": task.queries,

@@ -76,7 +76,7 @@ class Agreement:
 
     def greet(self) -> None:
         """Write the first letter, and be ready for all that come."""
-        self._answers = [torch.empty(_GREETING.size, dtype=torch.uint8) for _ in self._hops]
+        self._answers = [torch.empty(_GREETING.size, dtype=torch.uint8, device="cpu") for _ in self._hops]
         receives = [self._letter(False, -hop, answer) for hop, answer in zip(self._hops, self._answers, strict=True)]
         self._heard = self._lines.post(receives)
         self._written = self._write(self._hops[:1])

@@ -4,7 +4,8 @@ Their traps, and where they are met here:
 
 - cuDNN refuses one query with one key, and answers nan to float32 without a word: `takes`, `refusal`;
 - cuDNN and flash want head dimensions in steps of 8: `_padded`;
-- efficient knows no grouped heads, and an lse padded to 32 rows: `_expanded`, `_in_steps`;
+- efficient knows no grouped heads, pads its lse to 32 rows, and takes the rows of out to lie heads * d apart, whatever
+  they do: `_expanded`, `_in_steps`, `_rows_together`;
 - an lse must be dense for the backward, float32, and [.., rows, 1] for cuDNN.
 """
 
@@ -133,7 +134,7 @@ class Efficient(_InSteps):
     ) -> tuple[Tensor, Tensor, Tensor]:
         d, none, kv_heads = q.shape[-1], _no_seed(q.device), k.shape[1]
         dout, out, q, k, v = _padded(rows.dout, rows.out, q, *_expanded(q, k, v))
-        lse = _in_steps(rows.lse)
+        lse, out = _in_steps(rows.lse), _rows_together(out)
         found = _aten._scaled_dot_product_efficient_attention_backward(
             dout, q, k, v, None, out, lse, none, none, 0.0, [True, True, True, False], causal, scale=scale
         )
@@ -167,6 +168,11 @@ def _gathered(x: Tensor, kv_heads: int) -> Tensor:
     """What the query heads of a kv head found, added up in float32."""
     share = x.shape[1] // kv_heads
     return x if share == 1 else x.unflatten(1, (kv_heads, share)).sum(2, dtype=torch.float32)
+
+
+def _rows_together(x: Tensor) -> Tensor:
+    """Dense as [many, rows, heads, d], seen as [many, heads, rows, d]."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _in_steps(lse: Tensor) -> Tensor:

@@ -39,7 +39,6 @@ class FlashAttn4:
 
     def __init__(self, *, is_deterministic: bool = False) -> None:
         self.is_deterministic = is_deterministic
-        self._compiled: set[tuple[object, ...]] = set()
 
     def with_the_same_bits(self) -> FlashAttn4:
         return _in_order
@@ -58,8 +57,8 @@ class FlashAttn4:
         return 0
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self._call(
-            "_flash_attn_fwd", *_rows_first(q, k, v), softmax_scale=scale, causal=causal, return_lse=True
+        out, lse, *_ = _interface()._flash_attn_fwd(
+            *_rows_first(q, k, v), softmax_scale=scale, causal=causal, return_lse=True
         )
         return out.transpose(1, 2), lse
 
@@ -67,8 +66,7 @@ class FlashAttn4:
         self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         dlse = None if rows.dlse is None else rows.dlse.float().contiguous()
-        found = self._call(
-            "_flash_attn_bwd",
+        found = _interface()._flash_attn_bwd(
             *_rows_first(q, k, v, rows.out, rows.dout),
             rows.lse.float().contiguous(),
             softmax_scale=scale,
@@ -79,17 +77,13 @@ class FlashAttn4:
         dq, dk, dv = _rows_first(*found[:3])
         return dq, dk, dv
 
-    def _call(self, name: str, *tensors: Tensor, **options: Any) -> Any:
-        function = getattr(importlib.import_module("flash_attn.cute.interface"), name)
-        q, k = tensors[:2]
-        kind = (name, q.dtype, q.shape[2] // k.shape[2], q.shape[3], options["causal"], options.get("dlse") is None)
-        if kind in self._compiled:
-            return function(*tensors, **options)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = function(*tensors, **options)
-        self._compiled.add(kind)
-        return found
+
+@cache
+def _interface() -> Any:
+    """What its kernels' compiler warns of concerns the authors of flash-attn-4, whenever a new kind is compiled."""
+    for message in (r"Argument \w+ \(position \d+\) cannot be converted", r"cutlass\."):
+        warnings.filterwarnings("ignore", message)
+    return importlib.import_module("flash_attn.cute.interface")
 
 
 _in_order = FlashAttn4(is_deterministic=True)

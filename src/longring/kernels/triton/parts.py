@@ -4,8 +4,8 @@ A fused operation leaves its results compact, [many, heads, rows, d], and a `Pla
 they are. Each program owns a few rows of one head of the target, asks every part which of them it holds, and writes
 each of them once: however many parts there are, the target is read and written a single time.
 
-What a program needs to know of the parts are integers, kept on the device in two tables: how each part is laid out,
-and where each head of the target is seated in it.
+What a program needs to know of the parts are integers, kept on the device in three tables: how each part is laid out,
+where each head of the target is seated in it, and which parts a head's rows are in at all.
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
@@ -26,10 +26,11 @@ from torch import Tensor
 from ...numerics.online_softmax import Partial, accumulator_dtype
 from ..places import Part, Place
 
+FARTHEST = 64  # rows from one of a program's to the next
 MOST = 16  # parts in a launch; more of them take several
 
 # d, padded to a power of two -> (rows of a program, its warps): 16 numbers a thread leave many programs room
-BLOCKS = {16: (128, 4), 32: (64, 4), 64: (32, 4), 128: (16, 4), 256: (8, 4), 512: (4, 4)}
+BLOCKS = {16: (128, 4), 32: (64, 4), 64: (32, 4), 128: (32, 4), 256: (8, 4), 512: (4, 4)}
 
 FAR = 2**31 - 1  # no row is beyond it: rows are counted in 32 bits, numbers in 64
 
@@ -91,18 +92,20 @@ def _merge_round(parts: Sequence[Part], first: int, before: Partial | None, into
         return
     _check(parts, into.out)
     old = into if before is None else before
-    slots = _slots(parts)
+    slots, stride = _slots(parts), _stride(parts, into.out)
     with torch.cuda.device_of(into.out):
-        _merge[_grid(into.out)](
+        _merge[_grid(into.out, stride)](
             tuple(part.out for part in slots),
             tuple(part.lse for part in slots),
-            *_tables(slots, len(parts), into.out),
+            *_tables(slots, len(parts), into.out, stride),
             *old,
             (*old.out.stride()[:3], *old.lse.mT.stride()),
             *into,
             (*into.out.stride()[:3], *into.lse.mT.stride()),
             first,
-            *into.out.shape[1:3],
+            into.out.shape[1],
+            into.out.shape[2],
+            stride,
             HAS_OLD=before is not None,
             LOG=_wider(old.lse, into.lse),
             ACC=_wider(old.out, into.out, *(part.out for part in slots)),
@@ -116,17 +119,19 @@ def _add_round(parts: Sequence[Part], first: int, before: Tensor | None, into: T
         return
     _check(parts, into)
     old = into if before is None else before
-    slots = _slots(parts)
+    slots, stride = _slots(parts), _stride(parts, into)
     with torch.cuda.device_of(into):
-        _add[_grid(into)](
+        _add[_grid(into, stride)](
             tuple(part.out for part in slots),
-            *_tables(slots, len(parts), into),
+            *_tables(slots, len(parts), into, stride),
             old,
             old.stride()[:3],
             into,
             into.stride()[:3],
             first,
-            *into.shape[1:3],
+            into.shape[1],
+            into.shape[2],
+            stride,
             HAS_OLD=before is not None,
             ACC=_wider(old, into, *(part.out for part in slots)),
             ALIGNED=_alignment(slots, old, into),
@@ -162,9 +167,20 @@ def _block(into: Tensor) -> tuple[int, int, int]:
     return wide, *BLOCKS[wide]
 
 
-def _grid(into: Tensor) -> tuple[int]:
+def _grid(into: Tensor, stride: int) -> tuple[int]:
     batch, n, heads, _ = into.shape
-    return (batch * heads * -(-n // _block(into)[1]),)
+    return (batch * heads * stride * -(-n // (stride * _block(into)[1])),)
+
+
+def _stride(parts: Sequence[Part], into: Tensor) -> int:
+    """How far apart the rows of a program lie: so that a part has either all of them or none, wherever steps agree.
+
+    In LongNet half the rows are in one branch only, and asking all branches for them would cost more than the merge.
+    """
+    steps = {part.place.rows.step for part in parts if len(part.place.rows) > 1}
+    widest = max(steps, default=1)
+    is_filled = widest * _block(into)[1] <= into.shape[1]  # or most of a program's rows would not exist
+    return widest if is_filled and widest <= FARTHEST and all(widest % step == 0 for step in steps) else 1
 
 
 def _sizes(into: Tensor) -> dict[str, Any]:
@@ -195,24 +211,39 @@ class _Look(NamedTuple):
     lse: tuple[int, ...]
 
 
-def _tables(slots: Sequence[Part], count: int, into: Tensor) -> tuple[Tensor, Tensor]:
-    """[parts, LOOK] and [batch * heads, parts, SEAT] of the first `count` slots, there since the first such call."""
+def _tables(slots: Sequence[Part], count: int, into: Tensor, stride: int) -> tuple[Tensor, Tensor, Tensor]:
+    """[parts, LOOK], [batch * heads, parts, SEAT] and [batch * heads, stride], there since the first such call."""
     looks = tuple(_Look(place, out.stride(), (0,) * 3 if lse is None else lse.stride()) for place, out, lse in slots)
-    tables = _made(into.device, into.shape[0], into.shape[2], looks, count)
+    tables = _made(into.device, into.shape[0], into.shape[2], looks, count, stride)
     for table in tables if into.is_cuda else ():
         table.record_stream(torch.cuda.current_stream(into.device))  # forgotten, it must outlast what reads it
     return tables
 
 
 @lru_cache(maxsize=256)
-def _made(device: torch.device, batch: int, heads: int, looks: tuple[_Look, ...], count: int) -> tuple[Tensor, Tensor]:
-    seats = [
-        _seat(look, b, h) if i < count else _NOWHERE
-        for b in range(batch)
-        for h in range(heads)
-        for i, look in enumerate(looks)
-    ]
-    return _sent([_look(look) for look in looks], device), _sent(seats, device)
+def _made(
+    device: torch.device, batch: int, heads: int, looks: tuple[_Look, ...], count: int, stride: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    everyone = [(b, h) for b in range(batch) for h in range(heads)]
+    seats = [[_seat(look, *one) for look in looks] for one in everyone]
+    asked = [tuple(_asked(looks[:count], some, row, stride) for row in range(stride)) for some in seats]
+    whole = [seat for some in seats for seat in some]
+    return _sent([_look(look) for look in looks], device), _sent(whole, device), _sent(asked, device)
+
+
+def _asked(looks: Sequence[_Look], seats: Sequence[tuple[int, ...]], row: int, stride: int) -> int:
+    """Which parts can have rows of a head that lie a stride apart, from this row of the tensor on: a bit for each."""
+    bits = 0
+    for i, (look, seat) in enumerate(zip(looks, seats, strict=False)):
+        step = _step(look.place) if stride > 1 else 1
+        bits |= (seat is not _NOWHERE and (row - seat[0]) % step == 0) << i
+    return bits
+
+
+def _step(place: Place) -> int:
+    """Of all its rows, from repeat to repeat; 1 where they have none."""
+    is_even = place.repeats == 1 or place.spacing % place.rows.step == 0
+    return place.rows.step if is_even and len(place.rows) > 1 else 1
 
 
 def _sent(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
@@ -252,30 +283,41 @@ def _look(look: _Look) -> tuple[int, ...]:
 
 
 def _reciprocal(divisor: int) -> tuple[int, int]:
-    """(factor, shift): x // divisor == x * factor >> shift for 0 <= x < 2**31; a GPU divides a hundred times slower.
+    """(factor, shift): x // divisor == 2 * x * factor >> shift for 0 <= x < 2**31; a GPU divides far slower.
 
-    With shift = 31 + bits, factor is 2**shift / divisor and at most 1 too much: off by x / 2**shift < 1 / 2**bits,
+    factor is 2**(31 + bits) / divisor, in 32 bits and at most 1 too much: off by x / 2**(31 + bits) < 1 / 2**bits,
     less than what x / divisor lacks to the next integer.
     """
-    shift = 31 + (divisor - 1).bit_length()
-    return -(-(1 << shift) // divisor), shift
+    bits = (divisor - 1).bit_length()
+    return -(-(1 << (31 + bits)) // divisor), 32 + bits
 
 
 # -------------------------------------------------------------------------------------------------------- kernels
 
 
 @triton.jit
-def _own(n, heads, ROWS: tl.constexpr):
-    """(batch row, head, first row) of this program; programs of all heads of a row run together, as its heads lie."""
+def _own(n, heads, stride, ROWS: tl.constexpr):
+    """(batch row, head, first row) of this program, whose rows lie a stride apart.
+
+    Programs of all heads of a row run together, as its heads lie, and those that share a stretch of rows do.
+    """
     me = tl.program_id(0)
-    blocks = tl.cdiv(n, ROWS)
-    return (me // heads // blocks).to(tl.int64), (me % heads).to(tl.int64), me // heads % blocks * ROWS
+    blocks = tl.cdiv(n, ROWS * stride)
+    lead = me // heads // stride % blocks * (ROWS * stride) + me // heads % stride
+    return (me // heads // stride // blocks).to(tl.int64), (me % heads).to(tl.int64), lead
 
 
 @triton.jit
-def _is_near(seat, first, ROWS: tl.constexpr):
+def _is_near(seat, first, stride, ROWS: tl.constexpr):
     """Whether a head's rows in a part begin before the end of these and end after their beginning."""
-    return (tl.load(seat) < first + ROWS) & (tl.load(seat + 1) > first)
+    return (tl.load(seat) < first + ROWS * stride) & (tl.load(seat + 1) > first)
+
+
+@triton.jit
+def _divided(x, reciprocal):
+    """x // divisor, for what `_reciprocal` made of the divisor."""
+    twice, factor = (x.to(tl.uint32) << 1).to(tl.uint64), tl.load(reciprocal).to(tl.uint32).to(tl.uint64)
+    return (twice * factor >> tl.load(reciprocal + 1).to(tl.uint64)).to(tl.int32)
 
 
 @triton.jit
@@ -283,9 +325,9 @@ def _held(rows, seat, look):
     """(which of the rows a head has in a part, in which repeat, as which row of it)."""
     x = rows - tl.load(seat).to(tl.int32)
     is_late = x >= 0
-    repeat = (x.to(tl.int64) * tl.load(look + 1) >> tl.load(look + 2)).to(tl.int32)
+    repeat = _divided(x, look + 1)
     x -= repeat * tl.load(look).to(tl.int32)
-    row = (x.to(tl.int64) * tl.load(look + 4) >> tl.load(look + 5)).to(tl.int32)
+    row = _divided(x, look + 4)
     is_row = (row * tl.load(look + 3).to(tl.int32) == x) & (row < tl.load(look + 6).to(tl.int32))
     return is_late & is_row & (repeat < tl.load(look + 7).to(tl.int32)), repeat.to(tl.int64), row.to(tl.int64)
 
@@ -307,11 +349,48 @@ def _offset(strides, batch, row, head, FROM: tl.constexpr):
 
 
 @triton.jit
+def _taken(
+    acc,
+    top,
+    total,
+    outs,
+    lses,
+    rows,
+    mine,
+    seat,
+    look,
+    ACC: tl.constexpr,
+    LOG: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """What was seen so far, and what a part saw."""
+    nothing = float("-inf")
+    held, repeat, row = _held(rows, seat, look)
+    held &= mine
+    begin = tl.load(seat + 2) + repeat * tl.load(look + 8) + row * tl.load(look + 9)
+    part, part_mask = _spread(outs, tl.multiple_of(begin, ALIGNED), held, D, WIDE)
+    out = tl.load(part, mask=part_mask, other=0.0).to(ACC)
+    begin = tl.load(seat + 3) + repeat * tl.load(look + 10) + row * tl.load(look + 11)
+    lse = tl.load(lses + begin, mask=held, other=nothing).to(LOG)
+    seen = lse != nothing
+    larger = lse > top
+    less = tl.exp(-tl.abs(tl.where(seen, lse, 0.0) - top))  # (-inf) - (-inf) would be nan
+    kept = tl.where(larger, less, 1.0)
+    weight = tl.where(seen, tl.where(larger, 1.0, less), 0.0)
+    out = tl.where(seen[:, None], out, 0.0)  # what an operation leaves in a row that saw nothing may be nan
+    acc = acc * kept.to(ACC)[:, None] + out * weight.to(ACC)[:, None]
+    return acc, tl.where(larger, lse, top), total * kept + weight
+
+
+@triton.jit
 def _merge(
     outs,
     lses,
     looks,
     seats,
+    asked,
     old_out,
     old_lse,
     old_strides,
@@ -321,6 +400,7 @@ def _merge(
     first,
     n,
     heads,
+    stride,
     HAS_OLD: tl.constexpr,
     LOG: tl.constexpr,
     ACC: tl.constexpr,
@@ -330,8 +410,8 @@ def _merge(
     ROWS: tl.constexpr,
 ):
     """Seen so far is acc / total, with exp(top) taken out of both: no weight exceeds 1, and none overflows."""
-    batch, head, lead = _own(n, heads, ROWS)
-    own = lead + tl.arange(0, ROWS)
+    batch, head, lead = _own(n, heads, stride, ROWS)
+    own = lead + stride * tl.arange(0, ROWS)
     mine = own < n
     nothing = float("-inf")
     acc = tl.zeros((ROWS, WIDE), ACC)
@@ -343,26 +423,15 @@ def _merge(
         acc = tl.load(old, mask=old_mask, other=0.0).to(ACC)
         top = tl.load(old_lse + _offset(old_strides, batch, own, head, 3), mask=mine, other=nothing).to(LOG)
         total = tl.full((ROWS,), 1.0, LOG)
+    bits = tl.load(asked + (batch * heads + head) * stride + (first + lead) % stride)
     for i in tl.static_range(len(outs)):
         look = looks + i * LOOK
         seat = seats + ((batch * heads + head) * len(outs) + i) * SEAT
-        if _is_near(seat, first + lead, ROWS):
-            held, repeat, row = _held(first + own, seat, look)
-            held &= mine
-            begin = tl.load(seat + 2) + repeat * tl.load(look + 8) + row * tl.load(look + 9)
-            part, part_mask = _spread(outs[i], tl.multiple_of(begin, ALIGNED), held, D, WIDE)
-            out = tl.load(part, mask=part_mask, other=0.0).to(ACC)
-            begin = tl.load(seat + 3) + repeat * tl.load(look + 10) + row * tl.load(look + 11)
-            lse = tl.load(lses[i] + begin, mask=held, other=nothing).to(LOG)
-            seen = lse != nothing
-            larger = lse > top
-            less = tl.exp(-tl.abs(tl.where(seen, lse, 0.0) - top))  # (-inf) - (-inf) would be nan
-            kept = tl.where(larger, less, 1.0)
-            weight = tl.where(seen, tl.where(larger, 1.0, less), 0.0)
-            top = tl.where(larger, lse, top)
-            total = total * kept + weight
-            out = tl.where(seen[:, None], out, 0.0)  # what an operation leaves in a row that saw nothing may be nan
-            acc = acc * kept.to(ACC)[:, None] + out * weight.to(ACC)[:, None]
+        if (bits >> i & 1) != 0:  # noqa: SIM102: `and` would ask both
+            if _is_near(seat, first + lead, stride, ROWS):
+                acc, top, total = _taken(
+                    acc, top, total, outs[i], lses[i], first + own, mine, seat, look, ACC, LOG, ALIGNED, D, WIDE
+                )
     unseen = total == 0.0
     total = tl.where(unseen, 1.0, total)
     begin = tl.multiple_of(_offset(new_strides, batch, own, head, 0), ALIGNED)
@@ -373,10 +442,30 @@ def _merge(
 
 
 @triton.jit
+def _added(
+    acc,
+    outs,
+    rows,
+    mine,
+    seat,
+    look,
+    ACC: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    held, repeat, row = _held(rows, seat, look)
+    begin = tl.load(seat + 2) + repeat * tl.load(look + 8) + row * tl.load(look + 9)
+    part, part_mask = _spread(outs, tl.multiple_of(begin, ALIGNED), held & mine, D, WIDE)
+    return acc + tl.load(part, mask=part_mask, other=0.0).to(ACC)
+
+
+@triton.jit
 def _add(
     outs,
     looks,
     seats,
+    asked,
     old_sum,
     old_strides,
     new_sum,
@@ -384,6 +473,7 @@ def _add(
     first,
     n,
     heads,
+    stride,
     HAS_OLD: tl.constexpr,
     ACC: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -391,22 +481,21 @@ def _add(
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    batch, head, lead = _own(n, heads, ROWS)
-    own = lead + tl.arange(0, ROWS)
+    batch, head, lead = _own(n, heads, stride, ROWS)
+    own = lead + stride * tl.arange(0, ROWS)
     mine = own < n
     acc = tl.zeros((ROWS, WIDE), ACC)
     if HAS_OLD:
         begin = tl.multiple_of(_offset(old_strides, batch, own, head, 0), ALIGNED)
         old, old_mask = _spread(old_sum, begin, mine, D, WIDE)
         acc = tl.load(old, mask=old_mask, other=0.0).to(ACC)
+    bits = tl.load(asked + (batch * heads + head) * stride + (first + lead) % stride)
     for i in tl.static_range(len(outs)):
         look = looks + i * LOOK
         seat = seats + ((batch * heads + head) * len(outs) + i) * SEAT
-        if _is_near(seat, first + lead, ROWS):
-            held, repeat, row = _held(first + own, seat, look)
-            begin = tl.load(seat + 2) + repeat * tl.load(look + 8) + row * tl.load(look + 9)
-            part, part_mask = _spread(outs[i], tl.multiple_of(begin, ALIGNED), held & mine, D, WIDE)
-            acc += tl.load(part, mask=part_mask, other=0.0).to(ACC)
+        if (bits >> i & 1) != 0:  # noqa: SIM102
+            if _is_near(seat, first + lead, stride, ROWS):
+                acc = _added(acc, outs[i], first + own, mine, seat, look, ACC, ALIGNED, D, WIDE)
     begin = tl.multiple_of(_offset(new_strides, batch, own, head, 0), ALIGNED)
     new, new_mask = _spread(new_sum, begin, mine, D, WIDE)
     tl.store(new, acc.to(new_sum.dtype.element_ty), mask=new_mask)

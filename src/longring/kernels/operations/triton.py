@@ -1,0 +1,60 @@
+"""Our own attention, in Triton: not the fastest where cuDNN or flash-attn-4 run, but the same bits from run to run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..places import Place, Stack
+from ..triton import is_available
+from .contract import Rows
+from .cuda import not_for
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class TritonTiles:
+    name = "triton"
+    is_deterministic = True
+
+    def with_the_same_bits(self) -> TritonTiles:
+        return self
+
+    def refusal(self, q: Tensor, head_dim: int) -> str | None:
+        if q.device.type == "cuda" and not is_available(q.device):
+            return "needs the package triton, which is not installed"
+        return not_for(q, head_dim, least=(8, 0), most=256, dtypes=_DTYPES)
+
+    def takes(self, rows: int, cols: int) -> bool:
+        return True
+
+    def columns_for_dlse(self, head_dim: int) -> int:
+        return 0
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        from ..triton import tiles
+
+        stacks = [_everything(q, k, causal)]
+        q, k, v = _rows_first(q, k, v)
+        return tiles.forward(q, k, v, stacks, scale)[0]
+
+    def backward(
+        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from ..triton import tiles
+
+        stacks = [_everything(q, k, causal)]
+        dout, out, q, k, v = _rows_first(rows.dout, rows.out, q, k, v)
+        return tiles.backward(dout, out, rows.lse, rows.dlse, q, k, v, stacks, scale)[0]
+
+
+def _rows_first(*tensors: Tensor) -> list[Tensor]:
+    return [x.transpose(1, 2) for x in tensors]
+
+
+def _everything(q: Tensor, k: Tensor, causal: bool) -> Stack:
+    """One stack of all there is in q [many, heads, rows, d] and k."""
+    many, heads, rows, _ = q.shape
+    kv_heads, cols = k.shape[1:3]
+    queries = Place(range(many), 1, 0, range(kv_heads), 0, range(rows), heads // kv_heads)
+    return Stack(queries, queries._replace(rows=range(cols), share=1), "causal" if causal else "full")

@@ -1,0 +1,117 @@
+"""Every operation of a GPU, by name and by `auto`: whatever is asked, within the budget of its dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import longring as lr
+from longring.kernels.select import KERNELS, ON_GPU
+from longring.testing import Result, judge
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+PATTERNS = [
+    lr.Dense(causal=True),
+    lr.Dense(causal=False),
+    lr.Dense(causal=False, window=(9, 4)),
+    lr.Dense(documents=[0, 7, 8, 61, 97]),
+    lr.Dilated([8, 16, 97], [1, 2, 4]),
+    lr.Dilated([12, 48], [1, 3], causal=False, phase="block"),
+]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def tensors(dtype, *, heads=4, kv_heads=4, n=97, d=16, batch=2):
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(batch, n, heads, d), (batch, n, kv_heads, d), (batch, n, kv_heads, d), (batch, n, heads, d)]
+    q, k, v, dout = (torch.randn(shape, generator=draw, dtype=torch.float64).to("cuda", dtype) for shape in shapes)
+    dlse = torch.randn(batch, heads, n, generator=draw, dtype=torch.float64).to("cuda", torch.float32)
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout, dlse
+
+
+def check(kernel, pattern, q, k, v, dout, dlse=None, **options):
+    out, lse = lr.attention(q, k, v, pattern=pattern, kernel=kernel, return_lse=True, **options)
+    outputs, given = ((out, lse), (dout, dlse)) if dlse is not None else (out, dout)
+    got = Result(out, lse, *torch.autograd.grad(outputs, (q, k, v), given))
+    verdicts = judge(got, q, k, v, pattern, dout, dlse, **({"scale": options["scale"]} if "scale" in options else {}))
+    assert all(verdict.ok for verdict in verdicts), verdicts
+
+
+def willing(kernel, q, k):
+    reason = KERNELS[kernel].refusal(q, k) if kernel in KERNELS else None
+    if reason is not None:
+        pytest.skip(f"{kernel} {reason}")
+
+
+@pytest.mark.parametrize("with_dlse", [False, True], ids=["", "dlse"])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kernel", ["auto", *(operation.name for operation in ON_GPU)])
+def test_every_pattern(kernel, dtype, kv_heads, with_dlse):
+    q, k, v, dout, dlse = tensors(dtype, kv_heads=kv_heads)
+    willing(kernel, q, k)
+    for pattern in PATTERNS:
+        check(kernel, pattern, q, k, v, dout, dlse if with_dlse else None)
+
+
+@pytest.mark.parametrize("d", [1, 8, 20, 64, 72, 128, 200, 256, 300])
+@pytest.mark.parametrize("kernel", ["auto", *(operation.name for operation in ON_GPU)])
+def test_every_head_dimension(kernel, d):
+    q, k, v, dout, dlse = tensors(torch.bfloat16, d=d)
+    willing(kernel, q, k)
+    check(kernel, lr.Dense(), q, k, v, dout)
+    check(kernel, lr.Dense(), q, k, v, dout, dlse)
+
+
+@pytest.mark.parametrize("n", [1, 2, 31, 33, 128, 257])
+@pytest.mark.parametrize("kernel", ["auto", *(operation.name for operation in ON_GPU)])
+def test_every_length(kernel, n):
+    q, k, v, dout, dlse = tensors(torch.bfloat16, n=n, d=64)
+    willing(kernel, q, k)
+    check(kernel, lr.Dense(), q, k, v, dout)
+    check(kernel, lr.Dense(causal=False), q, k, v, dout, dlse)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3, 1e-3])
+def test_every_scale(scale):
+    q, k, v, dout, _ = tensors(torch.bfloat16)
+    check("auto", lr.Dense(), q, k, v, dout, scale=scale)
+
+
+def test_views_and_expanded_gradients():
+    packed = torch.randn(2, 50, 3, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    q, k, v = packed.unbind(2)
+    out = lr.attention(q, k, v)
+    (got,) = torch.autograd.grad(out.sum(), packed)  # whose dout is one number, expanded
+    plain = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    want = torch.autograd.grad(lr.attention(*plain), plain, torch.ones_like(out))
+    assert torch.equal(got, torch.stack(want, dim=2))
+    odd = torch.randn(3, 2, 50, 4, 65, device="cuda", dtype=torch.bfloat16)[..., 1:]  # not a multiple of 16 bytes
+    out = lr.attention(*odd)
+    assert torch.equal(out, lr.attention(*(x.contiguous() for x in odd)))
+
+
+@pytest.mark.parametrize("pattern", [lr.Dense(), lr.Dilated([64, 128], [1, 2])], ids=["dense", "dilated"])
+def test_the_same_bits_where_they_are_asked_for(pattern):
+    q, k, v, dout, _ = tensors(torch.bfloat16, n=1024, d=64)
+    runs = []
+    for _ in range(3):
+        out = lr.attention(q, k, v, pattern=pattern, deterministic=True)
+        runs.append((out, *torch.autograd.grad(out, (q, k, v), dout)))
+    for other in runs[1:]:
+        assert all(map(torch.equal, runs[0], other))
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_slabs_and_lazy_parts(kv_heads, ranks, monkeypatch):
+    """What long sequences make the kernel do, on short ones: rows done slab by slab, and totals merged early."""
+    monkeypatch.setattr("longring.kernels.fused.SMALLEST_SLAB", 1)
+    monkeypatch.setattr("longring.kernels.totals.ALWAYS_HELD", 1)
+    pattern = lr.Dilated([16, 32, 64], [1, 2, 4])
+    q, k, v, dout, dlse = tensors(torch.bfloat16, n=512, d=64, kv_heads=kv_heads)
+    sim = lr.simulate(q, k, v, ranks=ranks, pattern=pattern)
+    got = Result(sim.out, sim.lse, *torch.autograd.grad((sim.out, sim.lse), (q, k, v), (dout, dlse)))
+    verdicts = judge(got, q, k, v, pattern, dout, dlse)
+    assert all(verdict.ok for verdict in verdicts), verdicts
