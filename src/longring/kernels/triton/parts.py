@@ -427,7 +427,7 @@ def _merge(
     for i in tl.static_range(len(outs)):
         look = looks + i * LOOK
         seat = seats + ((batch * heads + head) * len(outs) + i) * SEAT
-        if (bits >> i & 1) != 0:  # noqa: SIM102: `and` would ask both
+        if (bits >> i & 1) != 0:  # noqa: SIM102 (`and` would ask both)
             if _is_near(seat, first + lead, stride, ROWS):
                 acc, top, total = _taken(
                     acc, top, total, outs[i], lses[i], first + own, mine, seat, look, ACC, LOG, ALIGNED, D, WIDE
