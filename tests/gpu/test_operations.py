@@ -9,7 +9,11 @@ import longring as lr
 from longring.kernels.select import KERNELS, ON_GPU
 from longring.testing import Result, judge
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore"),  # of flash-attn-4's compiler, to its authors
+]
 
 PATTERNS = [
     lr.Dense(causal=True),

@@ -49,14 +49,15 @@ class FusedKernel:
         q, k, v = _aligned(q), _aligned(k), _aligned(v)
         sign, scale = _positive(scale)
         signed = q if sign == 1 else sign * q
-        for slab in _slabs(tiles, q, k, can_be_done=total.can_be_done):
+        parts = _slabs(tiles, q, k, can_be_done=total.can_be_done)
+        for slab in parts:
             for stack in _stacks(slab, q, k, is_first=total.is_empty):
                 operation = self._fastest("forward", stack, q)
                 if operation is None:
                     ReferenceKernel().forward(q, k, v, _as_tiles(stack), scale=sign * scale, total=total)
                 else:
                     _look(operation, signed, k, v, stack, scale, total)
-            if total.can_be_done:
+            if len(parts) > 1:
                 total.rows_done(slab.rows)
         return total
 
@@ -76,15 +77,15 @@ class FusedKernel:
         q, k, v = _aligned(q), _aligned(k), _aligned(v)
         sign, scale = _positive(scale)
         signed = q if sign == 1 else sign * q
-        can_be_done = all(one.can_be_done for one in total)
-        for slab in _slabs(tiles, q, k, can_be_done=can_be_done):
+        parts = _slabs(tiles, q, k, can_be_done=all(one.can_be_done for one in total))
+        for slab in parts:
             for stack in _stacks(slab, q, k, is_first=all(one.is_empty for one in total)):
                 operation = self._fastest("backward", stack, q, with_dlse=upstream.dlse is not None)
                 if operation is None:
                     ReferenceKernel().backward(upstream, q, k, v, _as_tiles(stack), scale=sign * scale, total=total)
                 else:
                     _look_back(operation, upstream, signed, k, v, stack, scale, total, sign)
-            if can_be_done:
+            if len(parts) > 1:
                 for one in total:
                     one.rows_done(slab.rows)
         return total

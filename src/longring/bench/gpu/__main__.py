@@ -33,9 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
     def tell(name: str, rows: list[Row]) -> None:
         sys.stdout.write(f"\n{TITLES[name]} ({record.seconds[name]:.0f} s)\n{plain(rows)}")
         sys.stdout.flush()
-        record.save(options.out)  # after each, so that a run that is cut short leaves what it had
+        record.save(options.out)
 
-    run_scenarios(stage, record, options.only or list(SCENARIOS), tell)
+    run_scenarios(stage, record, options.only or list(SCENARIOS), tell, lambda: record.save(options.out))
     sys.stdout.write(f"\nGoals\n{plain_goals(record)}")
     for note in (*record.missing, *(f"FAILED: {failure}" for failure in record.failures)):
         sys.stdout.write(f"{note}\n")

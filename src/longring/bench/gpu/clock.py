@@ -46,17 +46,18 @@ def timed(
 ) -> dict[str, Spread]:
     """Every call warmed up once, unless it is warm; then all in turns, so that clocks and heat are the same for all.
 
-    Each round begins with another of them. The device is given something to do before each, so that what a call costs
-    the host is hidden, as it is in a model: it is the device's time that is measured. A call that was far behind in
-    the first round is not repeated, unless it is in `keep`.
+    Rounds begin with another of them and go both ways, since a call's predecessor warms the chip. The device is given
+    something to do before each, so that what a call costs the host is hidden, as it is in a model: it is the device's
+    time that is measured. A call that was far behind in the first round is not repeated, unless it is in `keep`.
     """
     if not is_warm:
         _round(list(turns.items()), device)
     rounds: list[dict[str, float]] = []
     for number in range(repeats):
         chosen = [name for name in turns if not rounds or name in keep or _is_close(name, rounds[0])]
-        first = number % len(chosen)
-        rounds.append(_round([(name, turns[name]) for name in chosen[first:] + chosen[:first]], device))
+        first = number // 2 % len(chosen)
+        order = chosen[first:] + chosen[:first]
+        rounds.append(_round([(name, turns[name]) for name in (reversed(order) if number % 2 else order)], device))
     return {name: Spread.of([round_[name] for round_ in rounds if name in round_]) for name in turns}
 
 

@@ -39,7 +39,7 @@ def _dense(record: Record) -> Iterator[Goal]:
 
 
 def _rings(record: Record) -> Iterator[Goal]:
-    for row in record.scenarios.get("ring", []):
+    for row in (*record.scenarios.get("ring", []), *record.scenarios.get("far ring", [])):
         if EFFICIENCY not in row.ratios or not row.name.startswith("ring of"):
             continue
         ranks, backward = int(row.name.split()[-1]), row.phase == "backward"

@@ -22,8 +22,14 @@ EFFICIENCY = "efficiency beside one call"
 def run(stage: Stage) -> Iterator[Row]:
     for shape, ranks in stage.sizes.rings:
         yield from whole_ring(stage, shape, ranks)
+
+
+def run_with_messages(stage: Stage) -> Iterator[Row]:
     for shape, ranks in stage.sizes.simulated:
         yield from with_messages(stage, shape, ranks)
+
+
+def run_far(stage: Stage) -> Iterator[Row]:
     for shape, ranks, only in stage.sizes.far:
         yield from some_ranks(stage, shape, ranks, only)
 

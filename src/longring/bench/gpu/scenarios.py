@@ -14,6 +14,8 @@ from .record import Record, Row
 SCENARIOS: dict[str, Callable[[Stage], Iterator[Row]]] = {
     "dense": dense.run,
     "ring": ring.run,
+    "simulated ring": ring.run_with_messages,
+    "far ring": ring.run_far,
     "dilated": dilated.run,
     "error": error.run,
     "peers": peers.run,
@@ -21,14 +23,22 @@ SCENARIOS: dict[str, Callable[[Stage], Iterator[Row]]] = {
 }
 
 
-def run_scenarios(stage: Stage, record: Record, names: Sequence[str], tell: Callable[[str, list[Row]], None]) -> None:
-    """Fill the record, and say after each scenario what it found. One that breaks leaves the rows it had."""
+def run_scenarios(
+    stage: Stage,
+    record: Record,
+    names: Sequence[str],
+    tell: Callable[[str, list[Row]], None],
+    keep: Callable[[], None] = lambda: None,
+) -> None:
+    """Fill the record, and say after each scenario what it found. One that breaks or is cut short leaves its rows."""
     for name in names:
         start = time.perf_counter()
         rows = record.scenarios[name] = []
         try:
             for row in SCENARIOS[name](stage):
                 rows.append(row)
+                record.seconds[name] = round(time.perf_counter() - start, 1)
+                keep()
         except Exception as broken:  # hours of a GPU are not thrown away for one scenario
             stage.failures.append(f"{name}: {type(broken).__name__}: {broken}")
         release_buffers()

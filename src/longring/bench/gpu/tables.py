@@ -10,6 +10,8 @@ from .record import REAL, SIMULATED, Record, Row
 TITLES = {
     "dense": "One call beside the kernels called directly",
     "ring": "A zigzag ring's work beside one call's",
+    "simulated ring": "The same with its messages copied",
+    "far ring": "Some ranks of a large ring",
     "dilated": "LongNet's dilated attention",
     "longest": "The longest contexts",
     "error": "Errors against float64",
