@@ -20,7 +20,7 @@ class Slab(NamedTuple):
 
 @lru_cache(maxsize=256)
 def slabs(tiles: tuple[Tile, ...], length: int, least: int) -> tuple[Slab, ...]:
-    """The tiles of a square problem, where they can be cut at all in stretches of at least `least` rows, the last half."""
+    """The tiles of a square problem, cut where they can be: in at least `least` rows at a time, at the end in half."""
     cuts = _cuts(tiles, length, least)
     if len(cuts) < 3:
         return (Slab(range(length), tiles),)
