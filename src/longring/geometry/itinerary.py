@@ -178,11 +178,15 @@ def _tiles_between(task: Task, target: int, source: int) -> tuple[Tile, ...]:
 # --------------------------------------------------------------------------------------------- itineraries
 
 
+REMEMBERED = 128  # steps of an itinerary
+
+
 class Itinerary(Sequence[Step]):
     """The steps of one member of a route, each made when it is asked for: thousands of ranks have millions of them."""
 
     def __init__(self, member: int, lanes: tuple[Lane, ...]) -> None:
         self.member, self.lanes = member, lanes
+        self._made: dict[int, Step] = {}
 
     @property
     def task(self) -> Task:
@@ -197,7 +201,15 @@ class Itinerary(Sequence[Step]):
     def __getitem__(self, index: slice) -> list[Step]: ...
     def __getitem__(self, index: int | slice) -> Step | list[Step]:
         steps = range(len(self))[index]
-        return [self._step(step) for step in steps] if isinstance(steps, range) else self._step(steps)
+        return [self._known(step) for step in steps] if isinstance(steps, range) else self._known(steps)
+
+    def _known(self, step: int) -> Step:
+        """Made once, where steps are few: a GPU computes one in less time than ten of them take to make."""
+        if len(self) > REMEMBERED:
+            return self._step(step)
+        if step not in self._made:
+            self._made[step] = self._step(step)
+        return self._made[step]
 
     @cached_property
     def home(self) -> Home:

@@ -7,7 +7,7 @@ CPU, every part is taken at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from .places import Part, Place
 from .triton import is_available
 
 HELD = 4  # parts of the total's size that may wait
+HELD_OF_SUMS = 1  # and in the backward, where memory is short
 ALWAYS_HELD = 1 << 26  # bytes that may wait in any case
 
 
@@ -49,7 +50,7 @@ class Seen:
         """out [many, heads, rows, d] and lse [many, heads, rows] of some of the rows. They are used up."""
         if is_lazy(self._q.device) or (self.is_empty and place.covers(self._q)):
             self._parts.append(Part(place, out, lse))
-            if _are_too_many(self._parts, self._q):
+            if _are_too_many(self._parts, self._q, HELD):
                 self.in_place()
         else:
             total = self.in_place()
@@ -85,7 +86,7 @@ class Seen:
         if self._parts:
             rounded = _room(self._q, self._q.dtype, accumulator_dtype(self._q.dtype))
             self._bring_together(self._total, rounded, range(self._q.shape[1]))
-            self._total = None
+            self._total = rounded
             return rounded
         return self.in_place()
 
@@ -102,11 +103,12 @@ class Seen:
 class Sum:
     """A gradient: what was found of it so far, for all rows of a tensor like x.
 
-    It is summed up in the memory `into`, where that is given; what it held before has no meaning.
+    It is summed up in the memory that `room` gives, where there is such a thing, asked for when it is needed; what
+    that held before has no meaning.
     """
 
-    def __init__(self, x: Tensor, *, into: Tensor | None = None, is_one_look: bool = False) -> None:
-        self._x, self._into = x, into
+    def __init__(self, x: Tensor, *, room: Callable[[], Tensor] | None = None, is_one_look: bool = False) -> None:
+        self._x, self._room = x, room
         self._parts: list[Part] = []
         self._total: Tensor | None = None
         self._rounded: Tensor | None = None
@@ -119,6 +121,14 @@ class Sum:
         made = cls(total)
         made._total, made._is_lent = total, True
         return made
+
+    def can_go_onto(self, total: Tensor) -> bool:
+        """Whether nothing was summed up yet, and `total` is like it: then it may be added to as it is."""
+        return self._total is None and self._rounded is None and total.shape == self._x.shape and is_lazy(total.device)
+
+    def go_onto(self, total: Tensor) -> None:
+        """From now on this is the memory it is summed up in, and what it holds counts."""
+        self._total = total
 
     def of_heads(self, heads: slice) -> Sum:
         """The same sum, of some heads. What is added to it counts once it was handed back."""
@@ -140,7 +150,7 @@ class Sum:
         """[many, heads, rows, d] of some of the rows."""
         if is_lazy(self._x.device) or (self.is_empty and place.covers(self._x)):
             self._parts.append(Part(place, part, None))
-            if _are_too_many(self._parts, self._x):
+            if _are_too_many(self._parts, self._x, HELD_OF_SUMS):
                 self.in_place()
         else:
             place.view(self.in_place()).add_(part)
@@ -152,7 +162,7 @@ class Sum:
 
     def in_place(self) -> Tensor:
         """Everything so far, in the accumulator's dtype, as a total that may be added to."""
-        if self._total is None and self._is_whole() and self._into is None:
+        if self._total is None and self._is_whole() and self._room is None:
             self._total = self._parts.pop().out.transpose(1, 2).to(accumulator_dtype(self._x.dtype))
         elif self._parts and is_lazy(self._x.device):
             before = self._total
@@ -180,13 +190,13 @@ class Sum:
         if self._parts and is_lazy(self._x.device):
             rounded = torch.empty(self._x.shape, dtype=self._x.dtype, device=self._x.device)
             self._bring_together(self._total, rounded, range(self._x.shape[1]))
-            self._total = None
+            self._total = rounded
             return rounded
         return self.in_place()
 
     def _memory(self) -> Tensor:
-        if self._into is not None:
-            return self._into
+        if self._room is not None:
+            return self._room()
         return torch.empty(self._x.shape, dtype=accumulator_dtype(self._x.dtype), device=self._x.device)
 
     def _is_whole(self) -> bool:
@@ -217,9 +227,9 @@ def _as_partial(part: Part) -> Partial:
     return Partial(part.out.transpose(1, 2), part.lse)
 
 
-def _are_too_many(parts: Sequence[Part], x: Tensor) -> bool:
+def _are_too_many(parts: Sequence[Part], x: Tensor, most: int) -> bool:
     held = sum(part.out.nbytes for part in parts)
-    return held > max(HELD * x.numel() * x.element_size(), ALWAYS_HELD) and len(parts) > 1
+    return held > max(most * x.numel() * x.element_size(), ALWAYS_HELD) and len(parts) > 1
 
 
 def _room(q: Tensor, dtype: torch.dtype, lse_dtype: torch.dtype) -> Partial:

@@ -54,11 +54,11 @@ class Trip(NamedTuple):
 
     def room(self, parcel: Parcel, dtype: torch.dtype, like: Tensor) -> tuple[Loan, Loan]:
         """To receive the parcel's two tensors in."""
-        return self.loans(parcel.vectors * like.shape[3], dtype, like.device)
+        numbers = parcel.vectors * like.shape[3]
+        return self.loan(numbers, dtype, like.device), self.loan(numbers, dtype, like.device)
 
-    def loans(self, numbers: int, dtype: torch.dtype, device: torch.device) -> tuple[Loan, Loan]:
-        buffers = buffers_of(self.journey.transport)
-        return Loan(buffers, numbers, dtype, device), Loan(buffers, numbers, dtype, device)
+    def loan(self, numbers: int, dtype: torch.dtype, device: torch.device) -> Loan:
+        return Loan(buffers_of(self.journey.transport), numbers, dtype, device)
 
 
 def go_forward(trip: Trip, desks: Sequence[Desk], k: Tensor, v: Tensor) -> None:
@@ -97,7 +97,7 @@ def go_backward(trip: Trip, desks: Sequence[BackwardDesk], k: Tensor, v: Tensor)
         found: dict[int, Found] = {}
         for visit in step.visits:
             block = travel.at_hand[visit.lane]
-            found[visit.lane] = Found.nothing_yet(trip, block.k, visit.arrived)
+            found[visit.lane] = Found(trip, block.k, visit.arrived)
             what = f"{name}, backward, step {number}, keys of {visit.owner}"
             for desk, tiles in zip(desks, visit.tiles, strict=True):
                 desk.look(tiles, block.k, block.v, found[visit.lane].dk, found[visit.lane].dv, what)
@@ -195,29 +195,31 @@ class Travel:
 # ------------------------------------------------------------------------------------------------ gradients
 
 
-class Found(NamedTuple):
-    """This rank's part of a visitor's gradients."""
+class Found:
+    """This rank's part of a visitor's gradients, and what others found for it before."""
 
-    parcel: Parcel
-    dk: Sum
-    dv: Sum
-    loans: tuple[Loan, Loan]
+    def __init__(self, trip: Trip, k: Tensor, parcel: Parcel) -> None:
+        self.parcel, self._trip, self._k = parcel, trip, k
+        self.loans: list[Loan] = []
+        self.dk, self.dv = Sum(k, room=self._room), Sum(k, room=self._room)
 
-    @classmethod
-    def nothing_yet(cls, trip: Trip, k: Tensor, parcel: Parcel) -> Found:
-        loans = trip.loans(k.numel(), accumulator_dtype(k.dtype), k.device)
-        dk, dv = (Sum(k, into=loan.flat.view(k.shape)) for loan in loans)
-        return cls(parcel, dk, dv, loans)
+    def _room(self) -> Tensor:
+        """Taken when something is to be summed up: what was computed may wait until the others' part is there."""
+        self.loans += [self._trip.loan(self._k.numel(), accumulator_dtype(self._k.dtype), self._k.device)]
+        return self.loans[-1].flat.view(self._k.shape)
 
-    def add(self, parcel: Parcel, brought: Sequence[Tensor]) -> None:
-        """What others found for the same visitor. It is used up when this returns."""
-        for mine, flat in zip((self.dk, self.dv), brought, strict=True):
+    def add(self, parcel: Parcel, brought: Sequence[Loan]) -> None:
+        """What others found for the same visitor; its memory is used on, or given back."""
+        for mine, loan in zip((self.dk, self.dv), brought, strict=True):
             batch, rows, heads, d = mine.shape
-            if is_one_block(parcel, batch, heads) and parcel.frame == self.parcel.frame:
-                mine.add_all(flat.view(batch, rows, heads, d))
+            is_alike = is_one_block(parcel, batch, heads) and parcel.frame == self.parcel.frame
+            if is_alike and mine.can_go_onto(theirs := loan.flat.view(batch, rows, heads, d)):
+                mine.go_onto(theirs)
+                self.loans.append(loan)
+                mine.in_place()
             else:
-                add_parcel(mine.in_place(), flat, parcel, self.parcel.frame)
-            mine.in_place()
+                add_parcel(mine.in_place(), loan.flat, parcel, self.parcel.frame)
+                loan.done()
 
 
 def _gradients_of(k: Tensor) -> tuple[Tensor, Tensor]:
@@ -277,10 +279,10 @@ class Following:
         for lane, parcel, loans in self._under_way.expected:
             if lane == HOME:
                 self._own.add(parcel, [loan.flat for loan in loans])
+                for loan in loans:
+                    loan.done()
             else:
-                found[lane].add(parcel, [loan.flat for loan in loans])
-            for loan in loans:
-                loan.done()
+                found[lane].add(parcel, loans)
         self._under_way = None
 
     def leave(self, number: int, step: Step, found: dict[int, Found]) -> None:
