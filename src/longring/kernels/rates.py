@@ -80,8 +80,8 @@ HOPPER = (
 # from the fastest on; the first that does not refuse is taken
 RANKS = {
     "ampere": ("flash_attn_2", "flash", "cudnn", "triton", "efficient"),  # 8.x
-    "hopper": ("flash_attn_4", "flash_attn_3", "cudnn", "flash", "triton", "efficient"),  # 9.0
-    "blackwell": ("flash_attn_4", "cudnn", "flash", "triton", "efficient"),  # 10.0 and later
+    "hopper": ("flash_attn_4", "flash_attn_3", "cudnn", "flash_attn_2", "flash", "triton", "efficient"),  # 9.0
+    "blackwell": ("flash_attn_4", "cudnn", "flash_attn_2", "flash", "triton", "efficient"),  # 10.0 and later
     "older": ("efficient",),
 }
 

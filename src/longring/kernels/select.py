@@ -12,12 +12,12 @@ from .fused import FusedKernel
 from .operations.contract import Operation
 from .operations.cpu import CpuFlash
 from .operations.cuda import Cudnn, Efficient, Flash
-from .operations.flash_attn import FlashAttn4
+from .operations.flash_attn import FlashAttn2, FlashAttn3, FlashAttn4
 from .operations.triton import TritonTiles
 from .reference import ReferenceKernel
 
 TORCH: tuple[Operation, ...] = (CpuFlash(), Cudnn(), Flash(), Efficient())
-PACKAGES: tuple[Operation, ...] = (FlashAttn4(),)
+PACKAGES: tuple[Operation, ...] = (FlashAttn4(), FlashAttn3(), FlashAttn2())
 OURS: tuple[Operation, ...] = (TritonTiles(),)
 ON_GPU = (*PACKAGES, *TORCH[1:], *OURS)
 

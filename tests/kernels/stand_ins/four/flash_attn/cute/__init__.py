@@ -1,0 +1,3 @@
+from . import interface
+
+__all__ = ["interface"]
