@@ -64,6 +64,7 @@ def _version_of(package: str) -> str | None:
         return None
 
 
+@cache
 def _age(version: str) -> tuple[tuple[int, ...], str, int]:
     """So that 4.0.0b9 < 4.0.0b36 < 4.0.0rc1 < 4.0.0 < 4.0.1."""
     found = re.match(r"(\d+(?:\.\d+)*)(?:\.?(a|b|rc)(\d+))?", version)
