@@ -21,6 +21,7 @@ from .totals import Seen, Sums, is_lazy
 SMALLEST_PORTION = 1 << 18  # elements: below 1 MiB a stack is not cut to save memory
 SMALLEST_SLAB = 1 << 27  # elements: 256 MiB of 16 bits keep a large GPU busy for milliseconds
 MOST_SLABS = 8
+MOST_AT_ONCE = 1 << 15  # repeats and batch rows: some operations put them on an axis that ends at 65,535
 
 
 class FusedKernel:
@@ -224,7 +225,11 @@ def _stacks(slab: Slab, q: Tensor, k: Tensor, *, is_first: bool) -> Iterator[Sta
     """Cut, where every part is merged at once, until a part is a fraction of the whole."""
     found = _all_stacks(slab.tiles, q.shape[2] // k.shape[2])
     is_everything = is_first and len(found) == 1 and found[0].queries.covers(q) and found[0].keys.covers(k)
-    if is_lazy(q.device) or is_everything:
+    if is_lazy(q.device):
+        for stack in found:
+            yield from stack.in_batches(MOST_AT_ONCE)
+        return
+    if is_everything:
         yield from found
         return
     limit = max(SMALLEST_PORTION, q.numel() // 4) // q.shape[3]

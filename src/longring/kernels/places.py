@@ -82,6 +82,12 @@ class Stack(NamedTuple):
         """Pairs of a query head and a key, the masked ones of a square included."""
         return self.queries.many * self.queries.heads * len(self.queries.rows) * len(self.keys.rows)
 
+    def in_batches(self, most: int) -> Iterator[Stack]:
+        """The same work in stacks of at most so many repeats or batch rows."""
+        for start in range(0, self.queries.many, most):
+            queries, keys = (_part(place, 0, len(place.kv_heads), start, most) for place in (self.queries, self.keys))
+            yield Stack(queries, keys, self.shape)
+
     def split(self, most: int) -> Iterator[Stack]:
         """The same work in stacks of at most so many numbers of [many, heads, rows], as far as whole heads go."""
         each = max(len(self.queries.rows) * self.queries.share, len(self.keys.rows))

@@ -3,7 +3,8 @@
 The cases were measured on one H200 (torch 2.11.0, cuDNN 9.19, flash-attn-4 4.0.0b36; bfloat16, medians of five, by
 benchmarks/rates.py), in TFLOP/s of the pairs that are kept and of the device's time alone. A stack goes by the case
 nearest to it in work and in the size of its tiles: small differences between cases may be noise, and then it does not
-matter which is taken. Operations and generations that nobody measured go by rank.
+matter which is taken. Generations that nobody measured go by rank, and operations that nobody did stand behind all
+that rank before them.
 """
 
 from __future__ import annotations
@@ -79,9 +80,9 @@ HOPPER = (
 
 # from the fastest on; the first that does not refuse is taken
 RANKS = {
-    "ampere": ("flash_attn_2", "flash", "cudnn", "triton", "efficient"),  # 8.x
-    "hopper": ("flash_attn_4", "flash_attn_3", "cudnn", "flash_attn_2", "flash", "triton", "efficient"),  # 9.0
-    "blackwell": ("flash_attn_4", "cudnn", "flash_attn_2", "flash", "triton", "efficient"),  # 10.0 and later
+    "ampere": ("flash_attn_2", "flash", "cudnn", "efficient", "triton"),  # 8.x
+    "hopper": ("flash_attn_4", "flash_attn_3", "cudnn", "flash_attn_2", "flash", "efficient", "triton"),  # 9.0
+    "blackwell": ("flash_attn_4", "cudnn", "flash_attn_2", "flash", "efficient", "triton"),  # 10.0 and later
     "older": ("efficient",),
 }
 
@@ -113,13 +114,20 @@ class Size(NamedTuple):
 def by_speed(names: tuple[str, ...], which: Pass, size: Size, kind: str) -> tuple[str, ...]:
     """The names, the fastest first."""
     ranks = RANKS[kind]
-    ranked = sorted(names, key=lambda name: ranks.index(name) if name in ranks else len(ranks))
+    ranked = sorted(names, key=lambda name: _rank(name, ranks))
     if kind != "hopper":
         return tuple(ranked)
     measured = _nearest(size)._asdict()
     rates: dict[str, Rate] = {name: measured[name] for name in ranked if measured.get(name) is not None}
     known = sorted(rates, key=lambda name: -rates[name][which == "backward"])
-    return tuple(known + [name for name in ranked if name not in rates])
+    for name in (name for name in ranked if name not in rates):
+        better = [i for i, other in enumerate(known) if _rank(other, ranks) < _rank(name, ranks)]
+        known.insert(max(better, default=-1) + 1, name)
+    return tuple(known)
+
+
+def _rank(name: str, ranks: tuple[str, ...]) -> int:
+    return ranks.index(name) if name in ranks else len(ranks)
 
 
 def _nearest(size: Size) -> Case:

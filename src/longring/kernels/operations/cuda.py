@@ -125,7 +125,7 @@ class Efficient(_InSteps):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         d, rows = q.shape[-1], q.shape[2]
-        q, k, v = _padded(q, *_expanded(q, k, v))
+        q, k, v = map(_near, _padded(q, *_expanded(q, k, v)))
         out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
         return out[..., :d], lse[..., :rows]
 
@@ -133,7 +133,7 @@ class Efficient(_InSteps):
         self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         d, none, kv_heads = q.shape[-1], _no_seed(q.device), k.shape[1]
-        dout, out, q, k, v = _padded(rows.dout, rows.out, q, *_expanded(q, k, v))
+        dout, out, q, k, v = map(_near, _padded(rows.dout, rows.out, q, *_expanded(q, k, v)))
         lse, out = _in_steps(rows.lse), _rows_together(out)
         found = _aten._scaled_dot_product_efficient_attention_backward(
             dout, q, k, v, None, out, lse, none, none, 0.0, [True, True, True, False], causal, scale=scale
@@ -168,6 +168,11 @@ def _gathered(x: Tensor, kv_heads: int) -> Tensor:
     """What the query heads of a kv head found, added up in float32."""
     share = x.shape[1] // kv_heads
     return x if share == 1 else x.unflatten(1, (kv_heads, share)).sum(2, dtype=torch.float32)
+
+
+def _near(x: Tensor) -> Tensor:
+    """Where there is one of many, the distance to the next may be beyond the 32 bits that are kept for it."""
+    return x if x.shape[0] > 1 or x.stride(0) < 1 << 31 else x.as_strided(x.shape, (x.stride(1), *x.stride()[1:]))
 
 
 def _rows_together(x: Tensor) -> Tensor:
