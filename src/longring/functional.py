@@ -79,7 +79,8 @@ def attention(
     query_offset:   query i stands at position i + query_offset; by default the last query meets the last key.
     schedule:       "ring", "bidirectional", "double_ring", "exchange", "gather", "ulysses", "hybrid", or "auto":
                     what an estimate of work and bytes says is fastest.
-    kernel:         "sdpa", "reference", or "auto"; `longring.explain` says what auto takes, and why.
+    kernel:         "auto", "sdpa", "reference", or one of a GPU: "cudnn", "flash", "efficient", "flash_attn_4",
+                    "flash_attn_3", "flash_attn_2", "triton"; `longring.explain` says what auto takes, and why.
     deterministic:  bit-identical results from run to run.
     timeout:        seconds after which a silent peer is an error.
     """

@@ -103,7 +103,7 @@ def test_what_nobody_measured_stands_behind_all_that_rank_before_it():
 
 
 def test_a_slow_one_that_is_fast_for_once_draws_nobody_else_to_the_front():
-    """For tiny tiles efficient was the fastest; that Triton ranks before it elsewhere does not make it faster still."""
+    """For tiny tiles efficient was the fastest: who ranks near it elsewhere is no faster for that."""
     ordered = by_speed(("triton", *MEASURED), "backward", Size(64, 8192, 128, 128, True), "hopper")
     assert ordered == ("efficient", "flash_attn_4", "cudnn", "flash", "triton")
 
@@ -220,13 +220,13 @@ LARGE, TINY, ONE = stack(), stack(heads=8192, rows=128, cols=128), stack(rows=1,
         (TURING, torch.bfloat16, "reference"),  # which Turing's tensor cores do not know
         (AMPERE, torch.bfloat16, "flash"),
         (AMPERE, torch.float16, "flash"),
-        (AMPERE, torch.float32, "triton"),
+        (AMPERE, torch.float32, "efficient"),
         (ADA, torch.bfloat16, "flash"),
         (HOPPER_GPU, torch.bfloat16, "cudnn"),
-        (HOPPER_GPU, torch.float32, "triton"),
+        (HOPPER_GPU, torch.float32, "efficient"),
         (HOPPER_GPU, torch.float64, "reference"),
         (BLACKWELL, torch.bfloat16, "cudnn"),
-        (BLACKWELL, torch.float32, "triton"),
+        (BLACKWELL, torch.float32, "efficient"),
     ],
 )
 @pytest.mark.parametrize("which", PASSES)
@@ -246,7 +246,7 @@ def test_flash_attn_4_takes_the_large_stacks_where_it_is_there(gpu, capability, 
 def test_flash_attn_2_on_ampere(gpu):
     gpu(AMPERE, packages=["flash-attn"])
     assert picked(tensor()) == "flash_attn_2"
-    assert picked(tensor(torch.float32)) == "triton"
+    assert picked(tensor(torch.float32)) == "efficient"
 
 
 @pytest.mark.parametrize("capability", [TURING, AMPERE, ADA])
@@ -278,10 +278,10 @@ def test_one_query_with_one_key_is_not_for_cudnn(gpu, flash_attn_4, want):
 
 @pytest.mark.parametrize(
     ("d", "with_dlse", "want"),
-    [(128, False, "cudnn"), (128, True, "flash"), (256, True, "triton"), (264, False, "efficient")],
+    [(128, False, "cudnn"), (128, True, "flash"), (256, True, "efficient"), (264, False, "efficient")],
 )
 def test_head_dimensions_that_are_too_large_with_a_column_for_dlse(gpu, d, with_dlse, want):
-    gpu(BLACKWELL)  # where cuDNN takes 128, flash and Triton 256
+    gpu(BLACKWELL)  # where cuDNN takes 128 and flash 256
     assert picked(tensor(d=d), "backward", with_dlse=with_dlse) == want
 
 
