@@ -5,6 +5,8 @@ import os
 import torch
 from hypothesis import HealthCheck, settings
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # without a GPU its kernels are interpreted; asked for when it is imported
 torch.set_num_threads(1)  # tensors are tiny: threads that wait for each other on a busy machine cost a tenfold
 
 # One settled set of examples keeps main green or red for a reason; HYPOTHESIS_PROFILE=search looks further.
