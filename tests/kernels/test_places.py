@@ -82,6 +82,15 @@ def test_so_do_stacks_that_were_split(task, share, most):
         assert size <= max(most, head), "more than was asked for, though heads could be parted"
 
 
+@given(small_tasks, st.integers(1, 3), st.integers(1, 6))
+def test_so_do_stacks_in_batches(task, share, most):
+    found = stacks_of(task, share)
+    batches = [part for stack in found for part in stack.in_batches(most)]
+    assert (covered(batches, task, share) == covered(found, task, share)).all()
+    assert all(part.queries.many <= most for part in batches)
+    assert len(batches) == sum(-(-stack.queries.many // most) for stack in found)
+
+
 @pytest.mark.parametrize("phase", ["mod", "block"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_dilated_branch_is_few_stacks(phase, causal):

@@ -356,6 +356,40 @@ def test_a_sum_lies_in_the_room_it_was_given(device, rows, count):
     assert_near(into, exact_sum(originals, x), torch.float32)
 
 
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_sum_goes_onto_what_another_found(late, passes, count):
+    """What is computed waits for what travels, and both are added up in one pass, where that came."""
+    x = like(torch.bfloat16, late)
+    theirs = torch.randn(x.shape).to(late)
+    parts = made_for(x, [everything(x)] * count)
+    want = exact_sum(kept(parts), x) + theirs.double()
+    found = Sum(x, room=lambda: pytest.fail("room was asked for, though there is some"))
+    for part in parts:
+        found.add(part.place, part.out)
+    assert found.can_go_onto(theirs)
+    found.go_onto(theirs)
+    assert found.in_place().data_ptr() == theirs.data_ptr()
+    assert_near(theirs, want, torch.float32)
+    assert passes == ([count] if count else [])
+
+
+def test_a_sum_that_was_begun_goes_onto_nothing(late):
+    x = like(torch.bfloat16, late)
+    theirs, narrow = torch.zeros(x.shape, device=late), torch.zeros(BATCH, 2, KV_HEADS, D, device=late)
+    begun, done = Sum(x), Sum(x, is_one_look=True)
+    begun.in_place()
+    done.rows_done(range(N))
+    assert not begun.can_go_onto(theirs)
+    assert not done.can_go_onto(theirs)
+    assert not Sum(x).can_go_onto(narrow)
+
+
+def test_where_nothing_waits_a_sum_goes_onto_nothing(monkeypatch):
+    monkeypatch.setattr(totals, "is_lazy", lambda _: False)
+    x = like(torch.float32, CPU)
+    assert not Sum(x).can_go_onto(torch.zeros(x.shape))
+
+
 def test_a_sum_adds_to_what_there_is(device):
     total = torch.randn(BATCH, N, KV_HEADS, D).to(device)
     parts = made_for(total, [everything(total), everything(total)._replace(rows=range(3, 9))])

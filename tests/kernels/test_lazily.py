@@ -1,0 +1,156 @@
+"""What a GPU does with parts, interpreted on the CPU: they wait, one pass merges them, slabs are done one by one."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import longring as lr
+from attending import tensors
+from longring.errors import RowsLeftOut
+from longring.kernels import fused, totals
+from longring.schedules.select import SCHEDULES
+from longring.testing import Result, judge
+
+triton = pytest.importorskip("triton", reason="needs the package triton")
+parts = pytest.importorskip("longring.kernels.triton.parts", reason="needs the package triton")
+pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs Triton's interpreter")
+
+N = 24
+PATTERNS = {
+    "causal": lr.Dense(),
+    "full": lr.Dense(causal=False),
+    "window": lr.Dense(window=(5, 0)),
+    "both sides": lr.Dense(causal=False, window=(3, 4)),
+    "documents": lr.Dense(documents=[[0, 7, 8, N], [0, 12, 18, N]]),
+    "lengths": lr.Dense(lengths=[17, N]),
+    "mod": lr.Dilated([4, 8, 16], [1, 2, 4]),
+    "block": lr.Dilated([4, 12], [2, 3], causal=False, phase="block"),  # leaves rows out
+}
+
+
+@pytest.fixture(autouse=True)
+def lazy(monkeypatch):
+    """Parts wait, and a slab may be as short as a tile."""
+    for module in (totals, fused):
+        monkeypatch.setattr(module, "is_lazy", lambda _: True)
+    monkeypatch.setattr(fused, "SMALLEST_SLAB", 1)
+
+
+@pytest.fixture
+def few_wait(monkeypatch):
+    """Less than one whole part may wait, and three of the smallest in any case."""
+    for name in ("HELD", "HELD_OF_SUMS"):
+        monkeypatch.setattr(totals, name, 0)
+    monkeypatch.setattr(totals, "ALWAYS_HELD", 1024)
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """How many parts every pass of each kind took, and over which rows."""
+    taken = {"merge_parts": [], "add_parts": []}
+    for name, found in taken.items():
+        whole_pass = getattr(parts, name)
+
+        def counted(some, window, *rest, whole_pass=whole_pass, found=found):
+            found.append((len(some), window))
+            whole_pass(some, window, *rest)
+
+        monkeypatch.setattr(parts, name, counted)
+    return taken
+
+
+def check(pattern, *, dtype=torch.float32, heads=(4, 4), with_dlse=True, **options) -> None:
+    """Alone, or on ranks that are simulated, against the definition."""
+    q, k, v, dout, dlse = tensors(2, N, N, heads[0], heads[1], 8, dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RowsLeftOut)
+        if options:
+            sim = lr.simulate(q, k, v, pattern=pattern, **options)
+            out, lse = sim.out, sim.lse
+        else:
+            out, lse = lr.attention(q, k, v, pattern=pattern, return_lse=True)
+    outs, grads = ((out, lse), (dout, dlse)) if with_dlse else ((out,), (dout,))
+    got = Result(out.detach(), lse.detach(), *torch.autograd.grad(outs, (q, k, v), grads))
+    verdicts = judge(got, q, k, v, pattern, dout, dlse if with_dlse else None)
+    assert all(verdict.ok for verdict in verdicts), verdicts
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_alone(pattern):
+    check(PATTERNS[pattern])
+
+
+@pytest.mark.parametrize("pattern", ["both sides", "documents", "block"])
+def test_alone_in_16_bits(pattern):
+    check(PATTERNS[pattern], dtype=torch.bfloat16, with_dlse=False)
+
+
+@pytest.mark.parametrize("pattern", ["window", "mod"])
+def test_alone_with_heads_that_share_keys_and_few_parts_waiting(pattern, few_wait):
+    check(PATTERNS[pattern], heads=(6, 3))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule(schedule):
+    nodes = {"ranks": 4, "node_ranks": 2} if schedule in ("double_ring", "hybrid") else {"ranks": 3}
+    check(PATTERNS["causal"], dtype=torch.bfloat16, heads=(6, 3), schedule=schedule, **nodes)
+
+
+@pytest.mark.parametrize("schedule", ["exchange", "gather", "ulysses", "hybrid"])
+def test_schedules_of_dilated_attention(schedule):
+    """Near branches beside far ones."""
+    check(PATTERNS["mod"], ranks=2 if schedule != "hybrid" else 4, node_ranks=2, schedule=schedule, layout="contiguous")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layout"), [("ring", "zigzag"), ("exchange", "striped"), ("gather", "zigzag"), ("ulysses", "striped")]
+)
+def test_schedules_with_few_parts_waiting(schedule, layout, few_wait):
+    check(PATTERNS["documents"], heads=(4, 2), ranks=2, schedule=schedule, layout=layout)
+
+
+# ----------------------------------------------------------------------------------------------- slabs and passes
+
+
+@pytest.mark.parametrize("pattern", ["documents", "mod"])
+def test_rows_are_done_slab_by_slab(pattern, passes):
+    """Each row once forward, and once in each of the three gradients."""
+    whole = {"documents": lr.Dense(documents=[0, 7, 8, N]), "mod": lr.Dilated([4, 8], [1, 2])}[pattern]
+    check(whole)
+    for name, times in (("merge_parts", 1), ("add_parts", 3)):
+        windows = [window for _, window in passes[name]]
+        assert len(windows) > times
+        assert sorted(row for window in windows for row in window) == sorted(times * list(range(N)))
+        assert all(count for count, _ in passes[name])
+
+
+def test_nothing_is_merged_where_one_stack_is_everything(passes):
+    check(PATTERNS["causal"])
+    assert passes == {"merge_parts": [], "add_parts": []}
+
+
+def test_what_cannot_be_cut_is_one_pass(passes):
+    check(PATTERNS["window"])
+    assert [window for _, window in passes["merge_parts"]] == [range(N)]
+    assert [window for _, window in passes["add_parts"]] == 3 * [range(N)]
+
+
+def test_more_slabs_than_are_worth_it_are_not_made(passes, monkeypatch):
+    monkeypatch.setattr(fused, "MOST_SLABS", 2)
+    check(lr.Dense(documents=[*range(0, N, 3), N]))
+    assert [window for _, window in passes["merge_parts"]] == [range(12), range(12, N)]
+
+
+def test_large_slabs_only(passes, monkeypatch):
+    monkeypatch.setattr(fused, "SMALLEST_SLAB", 2 * 12 * 4 * 8)  # batch rows, rows, heads and d
+    check(lr.Dense(documents=[*range(0, N, 3), N]))
+    assert [window for _, window in passes["merge_parts"]] == [range(12), range(12, N)]
+
+
+def test_parts_on_their_way_wait_no_longer_than_they_may(passes, few_wait):
+    check(PATTERNS["mod"])
+    assert max(count for found in passes.values() for count, _ in found) <= 4
+    assert len(passes["merge_parts"]) > 2
