@@ -95,8 +95,9 @@ def test_alone_with_heads_that_share_keys_and_few_parts_waiting(pattern, few_wai
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule(schedule):
-    nodes = {"ranks": 4, "node_ranks": 2} if schedule in ("double_ring", "hybrid") else {"ranks": 3}
-    check(PATTERNS["causal"], dtype=torch.bfloat16, heads=(6, 3), schedule=schedule, **nodes)
+    ranks, of_a_node = (4, 2) if schedule in ("double_ring", "hybrid") else (3, None)
+    options = {"ranks": ranks, "node_ranks": of_a_node, "schedule": schedule}
+    check(PATTERNS["causal"], dtype=torch.bfloat16, heads=(6, 3), **options)
 
 
 @pytest.mark.parametrize("schedule", ["exchange", "gather", "ulysses", "hybrid"])
