@@ -176,6 +176,12 @@ def test_the_extent_reaches_from_the_first_row_to_the_last(made):
     assert (place.extent.start, place.extent.stop) == (rows[0], rows[-1] + 1)
 
 
+def test_batch_rows_may_lie_apart():
+    x = numbered((3, 6, 2, D), (0, 1, 2, 3))
+    place = Place(range(0, 3, 2), 1, 0, range(2), 0, range(1, 6, 2), 1)
+    assert place.view(x).equal(x[0:3:2, 1:6:2].transpose(1, 2))
+
+
 def test_a_view_of_a_view_starts_where_that_does():
     packed = torch.arange(2.0 * 6 * 3 * 4 * D).view(2, 6, 3, 4, D)
     k = packed[:, :, 1]
