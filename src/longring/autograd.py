@@ -38,7 +38,7 @@ class ExactAttention(torch.autograd.Function):
         with _full_precision(q):
             total = job.forward(q, k, v)
         out, lse = total.out.to(q.dtype), total.lse.to(accumulator_dtype(q.dtype))  # rounded once, here
-        out, lse = _as_its_own(out), _as_its_own(lse)
+        out, lse = _as_its_own(out), _as_its_own(lse.contiguous())
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         ctx.job = job

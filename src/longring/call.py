@@ -107,16 +107,29 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options
     kernel, kernel_choice = choose_kernel(options.kernel, q, k, options.deterministic)
     schedule = pick_schedule(options.schedule, task, q, transport.node_ranks)
     journey = make_journey(
-        task, transport, kernel, schedule.name, check_scale(options.scale, q), check_timeout(options.timeout)
+        task,
+        transport,
+        kernel,
+        schedule.name,
+        check_scale(options.scale, q),
+        check_timeout(options.timeout),
+        deterministic=options.deterministic,
     )
     return Call(journey, schedule, kernel_choice)
 
 
 def make_journey(
-    task: Task, transport: Transport, kernel: Kernel, schedule: str, scale: float, timeout: float | None
+    task: Task,
+    transport: Transport,
+    kernel: Kernel,
+    schedule: str,
+    scale: float,
+    timeout: float | None,
+    *,
+    deterministic: bool = False,
 ) -> Journey:
     made = plan(schedule, task, transport.rank, transport.node_ranks)
-    return Journey(task, made, transport, kernel, schedule, scale, timeout)
+    return Journey(task, made, transport, kernel, schedule, scale, timeout, deterministic)
 
 
 # ---------------------------------------------------------------------------------------------------- choices

@@ -25,6 +25,7 @@ class Journey:
     schedule: str
     scale: float
     timeout: float | None
+    deterministic: bool = False
 
     @property
     def name(self) -> str:
@@ -54,6 +55,7 @@ class Journey:
             "schedule": self.schedule,
             "ranks of a node": self.transport.node_ranks,
             "scale": self.scale,
+            "deterministic": self.deterministic,
         }
 
 

@@ -28,12 +28,18 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def not_on_cuda(q: Tensor) -> str | None:
+    if q.device.type != "cuda":
+        return f"computes on CUDA devices only, and the tensors are on {q.device}"
+    return None
+
+
 def not_for(
     q: Tensor, head_dim: int, *, least: tuple[int, int], most: int, dtypes: tuple[torch.dtype, ...]
 ) -> str | None:
     """Why an operation with these limits cannot compute on tensors like q."""
-    if q.device.type != "cuda":
-        return f"computes on CUDA devices only, and the tensors are on {q.device}"
+    if (elsewhere := not_on_cuda(q)) is not None:
+        return elsewhere
     if q.dtype not in dtypes:
         return f"computes in {', '.join(str(x).removeprefix('torch.') for x in dtypes)}, and the tensors are {q.dtype}"
     if head_dim > most:

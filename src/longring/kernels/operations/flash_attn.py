@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .contract import Rows
-from .cuda import capability, not_for
+from .cuda import capability, not_for, not_on_cuda
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
@@ -104,7 +104,7 @@ class _FlashAttn:
         return self if self.is_deterministic else _in_order(type(self))
 
     def refusal(self, q: Tensor, head_dim: int) -> str | None:
-        return self.package.refusal() or self._limits(q, head_dim) or _broken(self.package.module)
+        return not_on_cuda(q) or self.package.refusal() or self._limits(q, head_dim) or _broken(self.package.module)
 
     def _limits(self, q: Tensor, head_dim: int) -> str | None:
         raise NotImplementedError
