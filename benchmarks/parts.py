@@ -81,7 +81,7 @@ def main() -> None:
     grads = [part._replace(lse=None) for part in branches]
     print(f"{len(branches)} parts of LongNet over {n} rows")
     for size in SIZES:
-        module.BLOCKS[D] = size
+        module.BLOCKS[D], module.MERGING[D] = size, size[1]
         for some in (ring[:1], ring):
             moved = read(some) + 2 * written(total)
             name = f"{size}: {len(some)} of 8192 rows into float32"

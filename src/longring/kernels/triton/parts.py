@@ -13,9 +13,10 @@ where each head of the target is seated in it, and which parts a head's rows are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import gcd
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ MOST = 16  # parts in a launch; more of them take several
 
 # d, padded to a power of two -> (rows of a program, its warps): 16 numbers a thread leave many programs room
 BLOCKS = {16: (128, 4), 32: (64, 4), 64: (32, 4), 128: (32, 4), 256: (8, 4), 512: (4, 4)}
+MERGING = {128: 8}  # warps where a merge, which computes more than a sum, was seen to be faster with others
 
 FAR = 2**31 - 1  # no row is beyond it: rows are counted in 32 bits, numbers in 64
 
@@ -110,7 +112,7 @@ def _merge_round(parts: Sequence[Part], first: int, before: Partial | None, into
             LOG=_wider(old.lse, into.lse),
             ACC=_wider(old.out, into.out, *(part.out for part in slots)),
             ALIGNED=_alignment(slots, old.out, into.out),
-            **_sizes(into.out),
+            **_sizes(into.out, MERGING),
         )
 
 
@@ -183,8 +185,9 @@ def _stride(parts: Sequence[Part], into: Tensor) -> int:
     return widest if is_filled and widest <= FARTHEST and all(widest % step == 0 for step in steps) else 1
 
 
-def _sizes(into: Tensor) -> dict[str, Any]:
+def _sizes(into: Tensor, otherwise: Mapping[int, int] = MappingProxyType({})) -> dict[str, Any]:
     wide, rows, warps = _block(into)
+    warps = otherwise.get(wide, warps)
     return {"D": into.shape[3], "WIDE": wide, "ROWS": rows, "num_warps": warps}
 
 
