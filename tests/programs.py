@@ -530,6 +530,7 @@ def attend(group: Any, *, timeout: float | None = TIMEOUT, **changes: Any) -> to
         "dtype": torch.float32,
         "heads": 4,
         "kv_heads": 2,
+        "deterministic": False,
     }
     facts = usual | {"pattern": lr.Dense(causal=True)} | changes
     length, heads, kv_heads = facts["length"], facts["heads"], facts["kv_heads"]
@@ -538,7 +539,7 @@ def attend(group: Any, *, timeout: float | None = TIMEOUT, **changes: Any) -> to
     shapes = [(1, length, count, 8) for count in (heads, kv_heads, kv_heads)]
     whole = [torch.randn(shape, generator=seed).to(facts["dtype"]) for shape in shapes]
     q, k, v = (sharding.shard(x).detach().requires_grad_() for x in whole)
-    options = {"pattern": facts["pattern"], "schedule": facts["schedule"], "timeout": timeout}
+    options = {name: facts[name] for name in ("pattern", "schedule", "deterministic")} | {"timeout": timeout}
     out = lr.attention(q, k, v, sharding=sharding, **options)
     out.sum().backward()
     assert all(x.grad is not None and bool(x.grad.isfinite().all()) for x in (q, k, v))
@@ -585,6 +586,7 @@ def attention_that_differs(group: Any, good: int, odd: int, kind: str) -> Any:
         "segments": ({"pattern": segments[0]}, {"pattern": segments[1]}),
         "documents": ({"pattern": documents[0]}, {"pattern": documents[1]}),
         "schedule": ({}, {"schedule": "gather"}),
+        "deterministic": ({}, {"deterministic": True}),
         "version": ({}, {}),
         "operation": ({}, {}),
     }

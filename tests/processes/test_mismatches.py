@@ -17,6 +17,7 @@ WORDS = {
     "segments": "12",
     "documents": "6",
     "schedule": "schedule is 'gather' on rank 1, and 'ring' on ranks 0, 2;",
+    "deterministic": "deterministic is True on rank 1, and False on ranks 0, 2;",
     "version": "longring's version is '0.0.9' on rank 1, and '",
     "operation": "call is ",
 }
