@@ -22,7 +22,7 @@ from ..transport.contract import Conversation, Pending
 from .buffers import Loan, buffers_of
 from .contract import Journey, Schedule
 from .debug import is_debugging
-from .desk import BackwardDesk, Desk
+from .desk import BackwardDesk, Desk, Tiles
 from .parcels import add_parcel, is_one_block, pack, unpack
 
 
@@ -90,9 +90,7 @@ def go_backward(trip: Trip, desks: Sequence[BackwardDesk], k: Tensor, v: Tensor)
     following = Following(trip, own, k)
     for number, step in travel.steps():
         if number == 0:
-            late_k, late_v, dk, dv = k[:, own.split :], v[:, own.split :], *map(Sum.on, own.late)
-            for desk, tiles in zip(desks, home.late, strict=True):
-                desk.look(tiles, late_k, late_v, dk, dv, f"{name}, backward, own keys")
+            _look_at_own(desks, home.late, k[:, own.split :], v[:, own.split :], own.late, name)
             continue
         found: dict[int, Found] = {}
         for visit in step.visits:
@@ -104,11 +102,18 @@ def go_backward(trip: Trip, desks: Sequence[BackwardDesk], k: Tensor, v: Tensor)
         following.arrive(found)
         following.leave(number, step, found)
     dk, dv = own.as_one()
-    for desk, tiles in zip(desks, home.early, strict=True):
-        own_k, own_v, own_dk, own_dv = (x[:, : own.split] for x in (k, v, dk, dv))
-        desk.look(tiles, own_k, own_v, Sum.on(own_dk), Sum.on(own_dv), f"{name}, backward, own keys")
+    early_k, early_v, *early = (x[:, : own.split] for x in (k, v, dk, dv))
+    _look_at_own(desks, home.early, early_k, early_v, early, name)
     following.arrive({})
     return dk, dv
+
+
+def _look_at_own(
+    desks: Sequence[BackwardDesk], cut: Sequence[Tiles], k: Tensor, v: Tensor, gradients: Sequence[Tensor], name: str
+) -> None:
+    dk, dv = map(Sum.on, gradients)
+    for desk, tiles in zip(desks, cut, strict=True):
+        desk.look(tiles, k, v, dk, dv, f"{name}, backward, own keys")
 
 
 def _stay_at_home(trip: Trip, desks: Sequence[BackwardDesk], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,13 +256,14 @@ class Own:
             add_parcel(x, flat, parcel, range(first, first + x.shape[1]))
 
     def as_one(self) -> tuple[Tensor, Tensor]:
-        dk, dv = _gradients_of(self._k) if self.split else self.late
-        if self.split:
-            for whole, late in zip((dk, dv), self.late, strict=True):
-                whole[:, self.split :] = late
-            for whole, early in zip((dk, dv), self._early or (), strict=False):
-                whole[:, : self.split] = early
-        self.late, self._early, self._whole = (dk, dv), None, (dk, dv)
+        """One gradient after the other, so that never both are there twice."""
+        if not self.split:
+            self._whole = self.late
+            return self.late
+        late, early = list(self.late), list(self._early or _gradients_of(self._k[:, : self.split]))
+        self.late, self._early = (self._k[:, :0], self._k[:, :0]), None  # given up
+        dk, dv = (torch.cat([early.pop(0), late.pop(0)], dim=1) for _ in "kv")
+        self._whole = dk, dv
         return dk, dv
 
 
