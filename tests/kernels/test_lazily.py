@@ -126,6 +126,23 @@ def test_rows_are_done_slab_by_slab(pattern, passes):
         assert len(windows) > times
         assert sorted(row for window in windows for row in window) == sorted(times * list(range(N)))
         assert all(count for count, _ in passes[name])
+    assert len(passes["add_parts"]) == 3 * len(passes["merge_parts"])
+
+
+def test_queries_that_are_fewer_than_keys_are_not_cut():
+    """Rows and columns of one stretch are not of one position there."""
+    pattern = lr.Dilated([4, 8], [1, 2])
+    q, k, v, dout, _ = tensors(1, 16, N, 2, 2, 8, torch.float32)
+    out, lse = lr.attention(q, k, v, pattern=pattern, return_lse=True)
+    got = Result(out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), dout))
+    verdicts = judge(got, q, k, v, pattern, dout, query_offset=N - 16)
+    assert all(verdict.ok for verdict in verdicts), verdicts
+
+
+@pytest.mark.parametrize("pattern", ["window", "documents"])
+def test_gradients_that_arrive_may_be_of_other_rows(pattern):
+    """What a rank sends on shrinks on its way, and so does what comes back."""
+    check(PATTERNS[pattern], ranks=4, schedule="ring", layout="contiguous")
 
 
 def test_nothing_is_merged_where_one_stack_is_everything(passes):

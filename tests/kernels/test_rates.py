@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import longring as lr
 from longring.errors import KernelRefusal
 from longring.kernels import fused, select
 from longring.kernels.fused import FusedKernel
@@ -422,3 +423,17 @@ def test_auto_with_one_operation_left_has_its_name(gpu):
     kernel, why = select_kernel("auto", tensor(), tensor(), deterministic=True)
     assert kernel.name == "triton"
     assert f"cudnn {OTHER_BITS}" in why
+
+
+def test_the_two_passes_ask_apart(monkeypatch):
+    asked = []
+    picked = fused._picked
+
+    def noted(operations, which, *rest):
+        asked.append(which)
+        return picked(operations, which, *rest)
+
+    monkeypatch.setattr(fused, "_picked", noted)
+    q, k, v = (torch.randn(1, 8, 2, 8, requires_grad=True) for _ in range(3))
+    lr.attention(q, k, v).sum().backward()
+    assert asked == ["forward", "backward"]
