@@ -40,6 +40,14 @@ def lazy(monkeypatch):
 
 
 @pytest.fixture
+def poisoned():
+    """Memory that nobody wrote is nan."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def few_wait(monkeypatch):
     """Less than one whole part may wait, and three of the smallest in any case."""
     for name in ("HELD", "HELD_OF_SUMS"):
@@ -94,7 +102,7 @@ def test_alone_with_heads_that_share_keys_and_few_parts_waiting(pattern, few_wai
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule(schedule):
+def test_every_schedule(schedule, poisoned):
     ranks, of_a_node = (4, 2) if schedule in ("double_ring", "hybrid") else (3, None)
     options = {"ranks": ranks, "node_ranks": of_a_node, "schedule": schedule}
     check(PATTERNS["causal"], dtype=torch.bfloat16, heads=(6, 3), **options)
@@ -117,7 +125,7 @@ def test_schedules_with_few_parts_waiting(schedule, layout, few_wait):
 
 
 @pytest.mark.parametrize("pattern", ["documents", "mod"])
-def test_rows_are_done_slab_by_slab(pattern, passes):
+def test_rows_are_done_slab_by_slab(pattern, passes, poisoned):
     """Each row once forward, and once in each of the three gradients."""
     whole = {"documents": lr.Dense(documents=[0, 7, 8, N]), "mod": lr.Dilated([4, 8], [1, 2])}[pattern]
     check(whole)
@@ -129,7 +137,7 @@ def test_rows_are_done_slab_by_slab(pattern, passes):
     assert len(passes["add_parts"]) == 3 * len(passes["merge_parts"])
 
 
-def test_queries_that_are_fewer_than_keys_are_not_cut():
+def test_queries_that_are_fewer_than_keys_are_not_cut(poisoned):
     """Keys that no query stands beside belong to no stretch of them, and have a gradient of 0 all the same."""
     pattern = lr.Dilated([4, 8], [1, 2])
     q, k, v, dout, _ = tensors(1, 16, N, 2, 2, 8, torch.float32)
@@ -140,7 +148,7 @@ def test_queries_that_are_fewer_than_keys_are_not_cut():
 
 
 @pytest.mark.parametrize("pattern", ["window", "documents"])
-def test_gradients_that_arrive_may_be_of_other_rows(pattern):
+def test_gradients_that_arrive_may_be_of_other_rows(pattern, poisoned):
     """What a rank sends on shrinks on its way, and so does what comes back."""
     check(PATTERNS[pattern], ranks=4, schedule="ring", layout="contiguous")
 
