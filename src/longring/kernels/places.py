@@ -77,27 +77,21 @@ class Stack(NamedTuple):
     keys: Place
     shape: str  # "full", "causal" or "flipped"
 
-    @property
-    def pairs(self) -> int:
-        """Pairs of a query head and a key, the masked ones of a square included."""
-        return self.queries.many * self.queries.heads * len(self.queries.rows) * len(self.keys.rows)
-
     def in_batches(self, most: int) -> Iterator[Stack]:
         """The same work in stacks of at most so many repeats or batch rows."""
-        for start in range(0, self.queries.many, most):
-            queries, keys = (_part(place, 0, len(place.kv_heads), start, most) for place in (self.queries, self.keys))
-            yield Stack(queries, keys, self.shape)
+        return self._cut(len(self.queries.kv_heads), most)
 
     def split(self, most: int) -> Iterator[Stack]:
         """The same work in stacks of at most so many numbers of [many, heads, rows], as far as whole heads go."""
         each = max(len(self.queries.rows) * self.queries.share, len(self.keys.rows))
         at_once = max(1, most // each)
         heads = min(at_once, len(self.queries.kv_heads))
-        many = max(1, at_once // heads)
+        return self._cut(heads, max(1, at_once // heads))
+
+    def _cut(self, heads: int, many: int) -> Iterator[Stack]:
         for first in range(0, len(self.queries.kv_heads), heads):
             for start in range(0, self.queries.many, many):
-                part = (_part(place, first, heads, start, many) for place in (self.queries, self.keys))
-                queries, keys = part
+                queries, keys = (_part(place, first, heads, start, many) for place in (self.queries, self.keys))
                 yield Stack(queries, keys, self.shape)
 
 
