@@ -77,25 +77,29 @@ def test_channels_are_apart():
 
 
 def test_a_letter_is_read_when_its_receiver_waits_so_overwriting_early_is_caught():
-    def program(transport, patient):
-        if transport.rank == 1:
-            buffer = numbers(0)
-            if not patient:
-                assert overwritten.wait(60)
-            talk(transport).post([], [(0, buffer)], what="a letter").wait()
-            return buffer.item()
-        sent = numbers(1)
-        pending = talk(transport).post([(1, sent)], [], what="a letter")
-        if patient:
-            pending.wait()
-        sent.fill_(-1)
-        overwritten.set()
-        pending.wait()
-        return None
+    def arrives(patient):
+        overwritten = threading.Event()
 
-    overwritten = threading.Event()
-    assert run_ranks(2, lambda transport: program(transport, patient=True))[1] == 1
-    assert run_ranks(2, lambda transport: program(transport, patient=False))[1] == -1
+        def program(transport):
+            if transport.rank == 1:
+                buffer = numbers(0)
+                if not patient:
+                    assert overwritten.wait(60)
+                talk(transport).post([], [(0, buffer)], what="a letter").wait()
+                return buffer.item()
+            sent = numbers(1)
+            pending = talk(transport).post([(1, sent)], [], what="a letter")
+            if patient:
+                pending.wait()
+            sent.fill_(-1)
+            overwritten.set()
+            pending.wait()
+            return None
+
+        return run_ranks(2, program)[1]
+
+    assert arrives(patient=True) == 1
+    assert arrives(patient=False) == -1
 
 
 def test_a_buffer_is_untouched_until_its_receiver_waits():
