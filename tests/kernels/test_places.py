@@ -17,7 +17,7 @@ from enumeration import expected_pairs, meetings
 from longring.geometry.itinerary import tiles_between
 from longring.geometry.patterns import Dense, Dilated
 from longring.geometry.ranges import moved
-from longring.geometry.tiles import Tile, without_bands
+from longring.geometry.tiles import Tile, coalesce, without_bands
 from longring.kernels.places import Place, Stack, stacks
 from strategies import tasks
 
@@ -116,6 +116,16 @@ def test_skewed_heads_become_one_stack():
 def test_what_is_not_evenly_skewed_stays_apart(starts):
     tiles = [Tile(range(1), range(h, h + 1), range(s, s + 8), range(s, s + 8)) for h, s in enumerate(starts)]
     assert len(stacks(tiles, 1)) == 3
+
+
+def test_the_step_of_a_single_row_changes_nothing():
+    """Equal ranges may be spelled differently, and which of them a cache holds must not decide the order of work."""
+    sides = [(range(1), range(1)), (range(4), range(4)), (range(2, 3), range(2, 3))]
+    spelled = [tuple(range(r.start, r.stop, 5) if len(r) == 1 else r for r in pair) for pair in sides]
+    plain, other = ([Tile(range(1), range(1), *pair) for pair in some] for some in (sides, [*sides[:2], spelled[2]]))
+    assert plain == other
+    assert stacks(plain, 1) == stacks(other, 1)
+    assert coalesce(plain) == coalesce(other)
 
 
 def test_documents_of_equal_length_are_one_stack_for_each_batch_row():

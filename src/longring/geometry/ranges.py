@@ -34,6 +34,11 @@ def moved(r: range, by: int) -> range:
     return range(r.start + by, r.stop + by, r.step)
 
 
+def look(r: range) -> range:
+    """The same for ranges that differ in where they start, also for single positions, whose step has no meaning."""
+    return moved(r, -r.start)
+
+
 def chain(parts: Iterable[range]) -> range | None:
     """The one range that runs through the parts in turn, if there is one."""
     flat = [r for r in parts if r]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from .layouts import Shard
 from .patterns import Group
-from .ranges import chain, meet, moved, strands
+from .ranges import chain, look, meet, moved, strands
 
 
 class Repeat(NamedTuple):
@@ -278,14 +278,13 @@ def coalesce(tiles: Sequence[Tile]) -> tuple[Tile, ...]:
     if len(tiles) < 2:
         return tuple(tiles)
     found: list[Tile] = []
-    latest: dict[tuple[object, ...], int] = {}  # look -> index of the last tile of that look
+    latest: dict[tuple[object, ...], int] = {}  # look -> index of the last such tile
     for tile in tiles:
-        rows, cols = tile.rows, tile.cols
-        look = (tile.batch, tile.kv_heads, len(rows), rows.step, len(cols), cols.step, tile.lo, tile.hi)
-        index = latest.get(look)
+        alike = (tile.batch, tile.kv_heads, look(tile.rows), look(tile.cols), tile.lo, tile.hi)
+        index = latest.get(alike)
         grown = None if index is None or tile.repeat != ONCE else _repeated(found[index], tile)
         if grown is None or index is None:
-            latest[look] = len(found)
+            latest[alike] = len(found)
             found.append(tile)
         else:
             found[index] = grown

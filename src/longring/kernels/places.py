@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..geometry.ranges import moved
+from ..geometry.ranges import look, moved
 from ..geometry.tiles import Tile
 
 
@@ -112,9 +112,8 @@ def stacks(tiles: Sequence[Tile], share: int) -> list[Stack]:
     groups: dict[tuple[object, ...], list[Tile]] = {}
     for tile in tiles:
         for part in _evenly_spaced(tile, share):
-            look = (part.shape, part.batch, part.repeat, len(part.kv_heads), part.kv_heads.step)
-            sides = (len(part.rows), part.rows.step, len(part.cols), part.cols.step)
-            groups.setdefault((*look, *sides), []).append(part)
+            alike = (part.shape, part.batch, part.repeat, *map(look, (part.kv_heads, part.rows, part.cols)))
+            groups.setdefault(alike, []).append(part)
     for group in groups.values():
         together = _skewed(group) if share == 1 and len(group) > len(group[0].kv_heads) else None
         found += together or [_stack(tile, share, tile.kv_heads) for tile in group]
