@@ -23,7 +23,7 @@ import longring as lr
 from longring.transport.agreement import Agreement
 
 HEADS, D, REPEATS = 8, 64, 150
-CASES = [(2, 512), (2, 1024), (2, 2048), (4, 512), (4, 1024)]
+CASES = [(2, 512), (2, 1024), (2, 2048), (4, 512), (4, 1024), (4, 4096), (4, 8192)]
 REAL = Agreement.greet, Agreement.reach
 NONE = (lambda self: None), (lambda self, errand: None)
 
