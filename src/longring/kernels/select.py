@@ -31,12 +31,16 @@ OTHER_BITS = "may give other bits from run to run, and deterministic=True was as
 _log = logging.getLogger("longring")
 
 
+def check_kernel(name: str) -> None:
+    if not isinstance(name, str) or (name != "auto" and name not in KERNELS):
+        raise KernelRefusal(f"kernel must be one of auto, {', '.join(KERNELS)}; got {name!r}")
+
+
 def select_kernel(name: str, q: Tensor, k: Tensor, *, deterministic: bool = False) -> tuple[Kernel, str]:
     """(the kernel called `name`, or with "auto" the fastest that does not refuse; why it)."""
+    check_kernel(name)
     if name == "auto":
         return _fastest(q, k, deterministic)
-    if not isinstance(name, str) or name not in KERNELS:
-        raise KernelRefusal(f"kernel must be one of auto, {', '.join(KERNELS)}; got {name!r}")
     reason, kernel = None, KERNELS[name]
     if deterministic:
         kernel = kernel.with_the_same_bits()

@@ -1,0 +1,423 @@
+"""Multi-head attention with parameters: torch.nn.MultiheadAttention's words and state_dict, on a pattern of ours."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, Unpack
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import ArgumentError, NotBuilt
+from ..geometry.patterns import Dense
+from ..sharding import Sharding
+from .attention import Attention, DilatedAttention, Options
+from .positions import Angles, Rotary
+
+
+class Multihead(nn.Module):
+    """Projections around an attention without parameters, under the names that torch.nn.MultiheadAttention has.
+
+    attention:      longring.nn.Attention, RingAttention or DilatedAttention.
+    kdim, vdim:     widths of key and value, embed_dim unless said.
+    kv_heads:       heads of keys and values, which divide num_heads; as many as num_heads unless said.
+    positions:      longring.nn.Rotary or XPos, applied to queries and keys at their global positions.
+    sub_layernorm:  a LayerNorm before out_proj (MAGNETO), with `eps`.
+    gain:           of MAGNETO's initialisation (`magneto_gain`); None initialises as torch does.
+
+    Dropout, add_bias_kv, add_zero_attn and batch_first=False are torch's words for what is refused here.
+    """
+
+    # torch's encoder layer then calls us, instead of its own kernel with our weights
+    _qkv_same_embed_dim = False
+    batch_first = True
+
+    in_proj_weight: nn.Parameter | None
+    q_proj_weight: nn.Parameter | None
+    k_proj_weight: nn.Parameter | None
+    v_proj_weight: nn.Parameter | None
+    in_proj_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        *,
+        attention: Attention,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        kv_heads: int | None = None,
+        positions: Rotary | None = None,
+        sub_layernorm: bool = False,
+        gain: float | None = None,
+        eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        _refuse(dropout, add_bias_kv, add_zero_attn, batch_first)
+        kv_heads = num_heads if kv_heads is None else kv_heads
+        kdim, vdim = (embed_dim if width is None else width for width in (kdim, vdim))
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "kv_heads": kv_heads, "kdim": kdim, "vdim": vdim}
+        _check_sizes(sizes)
+        _check_parts(attention, positions, embed_dim // num_heads)
+        self.embed_dim, self.num_heads, self.kv_heads = embed_dim, num_heads, kv_heads
+        self.head_dim = embed_dim // num_heads
+        self.kdim, self.vdim = kdim, vdim
+        self.gain = gain
+        self.attention = attention
+        self.positions = positions
+        made = {"device": device, "dtype": dtype}
+        self._make_projections(made)
+        self.register_parameter("in_proj_bias", nn.Parameter(torch.empty(sum(self._widths), **made)) if bias else None)
+        self.sub_norm = nn.LayerNorm(embed_dim, eps=eps, **made) if sub_layernorm else None
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **made)
+        self._reset_projections()
+
+    @property
+    def _widths(self) -> tuple[int, int, int]:
+        """Of queries, keys and values of all heads."""
+        return self.embed_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim
+
+    def _make_projections(self, made: dict[str, Any]) -> None:
+        """One packed weight where query, key and value have one width, three otherwise: torch's own rule."""
+        names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+        inputs = (self.embed_dim, self.kdim, self.vdim)
+        packed = len(set(inputs)) == 1
+        weight = nn.Parameter(torch.empty(sum(self._widths), self.embed_dim, **made)) if packed else None
+        self.register_parameter("in_proj_weight", weight)
+        for name, outs, ins in zip(names, self._widths, inputs, strict=True):
+            self.register_parameter(name, None if packed else nn.Parameter(torch.empty(outs, ins, **made)))
+
+    # ------------------------------------------------------------------------------------------- initial values
+
+    def reset_parameters(self) -> None:
+        self.out_proj.reset_parameters()
+        if self.sub_norm is not None:
+            self.sub_norm.reset_parameters()
+        self._reset_projections()
+
+    def _reset_projections(self) -> None:
+        """As torch does, draw for draw; or, with a gain, by MAGNETO: v and out by it, q and k by 1."""
+        if self.gain is not None:
+            q, k, v = self.projections
+            for weight, gain in ((q, 1.0), (k, 1.0), (v, self.gain), (self.out_proj.weight, self.gain)):
+                nn.init.xavier_normal_(weight, gain=gain)
+        else:
+            whole = (self.in_proj_weight,) if self.in_proj_weight is not None else self.projections
+            for weight in whole:
+                nn.init.xavier_uniform_(weight)
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
+            nn.init.zeros_(self.out_proj.bias)
+
+    @property
+    def projections(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The weights of q, k and v, which may be views of one."""
+        if self.in_proj_weight is None:
+            return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight  # type: ignore[return-value]
+        return self.in_proj_weight.split(self._widths)  # type: ignore[return-value]
+
+    # ----------------------------------------------------------------------------------------------- computation
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        sharding: Sharding | None = None,
+        kv_sharding: Sharding | None = None,
+        documents: Any = None,
+        lengths: Any = None,
+        query_offset: int | None = None,
+        positions: Tensor | Angles | None = None,
+        key_positions: Tensor | Angles | None = None,
+    ) -> tuple[Tensor, None]:
+        """(out, None) for query [batch, n, embed_dim]; key and value are the query unless given.
+
+        key_padding_mask:  True (or -inf) where a key is padding, [batch, n_k] of the whole sequence, padding on the
+                           right; it is read on the host. `lengths`, one number for each row, says the same.
+        attn_mask:         none but torch's causal mask, with is_causal=True.
+        is_causal:         this call is causal, whatever the module is.
+        sharding:          query (and kv_sharding: key and value) is this rank's part, as `Sharding.shard` gives it.
+        documents:         boundaries of packed documents.
+        query_offset:      query i stands at position i + query_offset; by default the last query meets the last key.
+        positions:         where queries stand, for rotary embeddings, instead of their places in the whole sequence;
+                           key_positions likewise, and the same as the queries' where there is no key.
+        """
+        if need_weights:
+            raise NotBuilt("need_weights=True: weights are never in memory, all at once or otherwise; pass False")
+        key, value = self._check_inputs(query, key, value)
+        whole = _Whole.of(query, key, sharding, kv_sharding)
+        if key_padding_mask is not None:
+            if lengths is not None:
+                raise ArgumentError("key_padding_mask and lengths say the same; pass one of them")
+            lengths = lengths_of(key_padding_mask, query.shape[0], whole.keys)
+        if attn_mask is not None:
+            _check_causal_mask(attn_mask, is_causal, whole)
+        q, k, v = self._project(query, key, value)
+        if self.positions is not None:
+            offset = whole.keys - whole.queries if query_offset is None else query_offset
+            if key_positions is None:
+                key_positions = positions if key is query else None
+            # by default, where the pattern sees the tokens
+            at = held_positions(q, sharding) + offset if positions is None else positions
+            keys_at = held_positions(k, kv_sharding or sharding) if key_positions is None else key_positions
+            q, k = self.positions(q, at), self.positions(k, keys_at, keys=True)
+        elif positions is not None or key_positions is not None:
+            raise ArgumentError("positions were given, but this module has no rotary embedding to use them")
+        out = self.attention(
+            q,
+            k,
+            v,
+            documents=documents,
+            lengths=lengths,
+            causal=True if is_causal else None,
+            sharding=sharding,
+            kv_sharding=kv_sharding,
+            query_offset=query_offset,
+        )
+        out = out.flatten(-2)
+        return self.out_proj(out if self.sub_norm is None else self.sub_norm(out)), None
+
+    def _check_inputs(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
+        if key is None and value is not None:
+            raise ArgumentError("value was given without key; both, or neither for self-attention")
+        key = query if key is None else key
+        value = key if value is None else value
+        for name, x, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
+            if x.ndim != 3 or x.shape[2] != width:
+                raise ArgumentError(f"{name} must be [batch, n, {width}], got shape {list(x.shape)}")
+        if key.shape[:2] != value.shape[:2]:
+            raise ArgumentError(f"key and value differ in tokens: {list(key.shape)} and {list(value.shape)}")
+        return key, value
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        if query is key and key is value and self.in_proj_weight is not None:
+            found = F.linear(query, self.in_proj_weight, self.in_proj_bias).split(self._widths, -1)
+        else:
+            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.split(self._widths)
+            triples = zip((query, key, value), self.projections, biases, strict=True)
+            found = [F.linear(x, weight, bias) for x, weight, bias in triples]
+        return [x.unflatten(-1, (-1, self.head_dim)) for x in found]
+
+    def extra_repr(self) -> str:
+        said = [f"{self.embed_dim}, {self.num_heads}"]
+        if self.kv_heads != self.num_heads:
+            said.append(f"kv_heads={self.kv_heads}")
+        said += [f"{name}={width}" for name in ("kdim", "vdim") if (width := getattr(self, name)) != self.embed_dim]
+        said += ["bias=False"] if self.in_proj_bias is None else []
+        said += [f"gain={self.gain:g}"] if self.gain is not None else []
+        return ", ".join(said)
+
+
+class Words(Options, total=False):
+    """What may be said to either of the two below: words of `Multihead`, and options of `Attention`."""
+
+    add_bias_kv: bool
+    add_zero_attn: bool
+    kdim: int | None
+    vdim: int | None
+    batch_first: bool
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+    kv_heads: int | None
+    positions: Rotary | None
+    sub_layernorm: bool
+    gain: float | None
+    eps: float
+
+
+class MultiheadAttention(Multihead):
+    """torch.nn.MultiheadAttention with batch_first=True, over any number of ranks: same words, same state_dict.
+
+    Attention is not causal unless said so, as in torch; `window` limits it. Further words are those of `Multihead`
+    and of `Attention`. Weights are never returned: the answer is (out, None).
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        *,
+        causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        **words: Unpack[Words],
+    ) -> None:
+        options, rest = _apart(words)
+        attention = Attention(Dense(causal=causal, window=window), **options)
+        super().__init__(embed_dim, num_heads, dropout, bias, attention=attention, **rest)
+
+
+class MultiheadDilatedAttention(Multihead):
+    """The same with LongNet's dilated attention; not causal unless said so, like `MultiheadAttention`."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        *,
+        segment_lengths: Any,
+        dilation_rates: Any,
+        causal: bool = False,
+        phase: str | None = None,
+        mixing_gradient: bool | None = None,
+        compat: str | None = None,
+        **words: Unpack[Words],
+    ) -> None:
+        options, rest = _apart(words)
+        attention = DilatedAttention(
+            segment_lengths=segment_lengths,
+            dilation_rates=dilation_rates,
+            causal=causal,
+            phase=phase,
+            mixing_gradient=mixing_gradient,
+            compat=compat,
+            **options,
+        )
+        super().__init__(embed_dim, num_heads, dropout, bias, attention=attention, **rest)
+
+
+def _apart(words: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(options of the attention, words of the projections)."""
+    options = {name: value for name, value in words.items() if name in Options.__annotations__}
+    return options, {name: value for name, value in words.items() if name not in options}
+
+
+def magneto_gain(*, encoder_layers: int = 0, decoder_layers: int = 0, of: str = "decoder") -> float:
+    """The gain by which MAGNETO initialises values, output projections and feed-forward weights.
+
+    Of a stack that stands alone with L layers: sqrt(log 2L). With N encoder and M decoder layers:
+    sqrt(log(3M) log(2N) / 3) in the encoder and sqrt(log 3M) in the decoder.
+    """
+    if of not in ("encoder", "decoder"):
+        raise ArgumentError(f"of must be 'encoder' or 'decoder', got {of!r}")
+    here, there = (encoder_layers, decoder_layers) if of == "encoder" else (decoder_layers, encoder_layers)
+    if here < 1 or there < 0:
+        raise ArgumentError(
+            f"the {of} must have layers, got {encoder_layers} encoder and {decoder_layers} decoder layers"
+        )
+    if there == 0:
+        return math.sqrt(math.log(2 * here))
+    if of == "decoder":
+        return math.sqrt(math.log(3 * decoder_layers))
+    return math.sqrt(math.log(3 * decoder_layers) * math.log(2 * encoder_layers) / 3)
+
+
+# ------------------------------------------------------------------------------------------------ who stands where
+
+
+class _Whole(NamedTuple):
+    """How many queries and keys there are on all ranks together."""
+
+    queries: int
+    keys: int
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, sharding: Sharding | None, kv_sharding: Sharding | None) -> _Whole:
+        if sharding is None:
+            return cls(query.shape[1], key.shape[1])
+        for name, given in (("sharding", sharding), ("kv_sharding", kv_sharding or sharding)):
+            if not isinstance(given, Sharding):
+                raise ArgumentError(f"{name} must be a longring.Sharding, got {given!r}")
+        keys = sharding if kv_sharding is None else kv_sharding
+        return cls(sharding.length, keys.length)
+
+
+def held_positions(x: Tensor, sharding: Sharding | None) -> Tensor:
+    """Places of x's tokens in the whole sequence, on x's device."""
+    if sharding is None or sharding.local_length != x.shape[1]:  # the attention refuses that, and tells other ranks
+        return torch.arange(x.shape[1], device=x.device)
+    return sharding.positions.to(x.device)
+
+
+# ------------------------------------------------------------------------------------------------ masks of torch
+
+
+def lengths_of(mask: Tensor, batch: int, keys: int) -> list[int]:
+    """How many keys of each row are not padding, by a mask that is True or -inf where they are."""
+    if list(mask.shape) != [batch, keys]:
+        raise ArgumentError(
+            f"key_padding_mask must be [{batch}, {keys}], one row for all keys of the sequence whoever holds them; "
+            f"got shape {list(mask.shape)}"
+        )
+    padding = _as_bool("key_padding_mask", mask)
+    lengths = (~padding).sum(1)
+    at = torch.arange(keys, device=mask.device)
+    if not torch.equal(padding, at >= lengths.unsqueeze(1)):
+        raise NotBuilt("key_padding_mask must have its padding on the right of each row; other masks are not built")
+    return lengths.tolist()
+
+
+def _check_causal_mask(mask: Tensor, is_causal: bool, whole: _Whole) -> None:
+    n = whole.keys
+    square = list(mask.shape) == [n, n] and whole.queries == n
+    if not is_causal or not square:
+        raise NotBuilt(
+            f"attn_mask of shape {list(mask.shape)}: masks given as tensors are not built; is_causal=True with torch's "
+            f"square causal mask of the {n} keys, or with none, is causal attention"
+        )
+    future = torch.ones(n, n, dtype=torch.bool, device=mask.device).triu(1)
+    if not torch.equal(_as_bool("attn_mask", mask), future):
+        raise NotBuilt("attn_mask is not the causal mask that is_causal=True says; other masks are not built")
+
+
+def _as_bool(name: str, mask: Tensor) -> Tensor:
+    """True where torch would let nothing through."""
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        raise ArgumentError(f"{name} must be bool or float, got {mask.dtype}")
+    closed = mask == -torch.inf
+    if bool((closed | (mask == 0)).all()):
+        return closed
+    raise NotBuilt(f"{name} adds numbers to the scores; a bias is not built, only 0 and -inf are understood")
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+def _refuse(dropout: float, add_bias_kv: bool, add_zero_attn: bool, batch_first: bool) -> None:
+    if dropout:
+        raise NotBuilt(f"dropout={dropout!r}: dropout is not built yet, and is never silently ignored")
+    if add_bias_kv:
+        raise NotBuilt("add_bias_kv=True: a key and value of bias are not built")
+    if add_zero_attn:
+        raise NotBuilt("add_zero_attn=True: a key of zeros is not built")
+    if not batch_first:
+        raise NotBuilt("batch_first=False: tensors are [batch, n, embed_dim] here; transpose(0, 1) before and after")
+
+
+def _check_sizes(sizes: dict[str, int]) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ArgumentError(f"{name} must be a whole number of at least 1, got {size!r}")
+    for whole, part in (("embed_dim", "num_heads"), ("num_heads", "kv_heads")):
+        if sizes[whole] % sizes[part]:
+            raise ArgumentError(f"{whole} must be a multiple of {part}, got {sizes[whole]} and {sizes[part]}")
+
+
+def _check_parts(attention: Attention, positions: Rotary | None, head_dim: int) -> None:
+    if not isinstance(attention, Attention):
+        raise ArgumentError(f"attention must be a longring.nn.Attention, got {type(attention).__name__}")
+    if positions is None:
+        return
+    if not isinstance(positions, Rotary):
+        raise ArgumentError(f"positions must be a longring.nn.Rotary or XPos, got {type(positions).__name__}")
+    if positions.head_dim != head_dim:
+        raise ArgumentError(f"positions are of head_dim {positions.head_dim}, but embed_dim / num_heads is {head_dim}")
