@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,10 +35,7 @@ class ExactAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor]:
-        with _full_precision(q):
-            total = job.forward(q, k, v)
-        out, lse = total.out.to(q.dtype), total.lse.to(accumulator_dtype(q.dtype))  # rounded once, here
-        out, lse = _as_its_own(out), _as_its_own(lse.contiguous())
+        out, lse = attended(job, q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         ctx.job = job
@@ -47,15 +44,29 @@ class ExactAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
-        with torch.no_grad(), _full_precision(q):
+        with torch.no_grad():
             dout = torch.zeros_like(out) if dout is None else dout
-            found = ctx.job.backward(Upstream(dout, dlse, out, lse), q, k, v)
-            gradients = tuple(g.to(x.dtype) for g, x in zip(found, (q, k, v), strict=True))
-        # autograd would silently sum a gradient of another shape
-        assert all(g.shape == x.shape for g, x in zip(gradients, (q, k, v), strict=True))
+            gradients = differentiated(ctx.job, Upstream(dout, dlse, out, lse), q, k, v)
         if torch.is_grad_enabled():  # create_graph=True: what depends on q, k and v must not pass for constant
             gradients = OnlyOnce.apply(*gradients, q, k, v)
         return *gradients, None
+
+
+def attended(job: Job, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse), each in memory of its own."""
+    with _full_precision(q):
+        total = job.forward(q, k, v)
+    out, lse = total.out.to(q.dtype), total.lse.to(accumulator_dtype(q.dtype))  # rounded once, here
+    return _as_its_own(out), _as_its_own(lse.contiguous())
+
+
+def differentiated(job: Job, upstream: Upstream, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, in their dtypes."""
+    with _full_precision(q):
+        dq, dk, dv = (g.to(x.dtype) for g, x in zip(job.backward(upstream, q, k, v), (q, k, v), strict=True))
+    # autograd would silently sum a gradient of another shape
+    assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
+    return dq, dk, dv
 
 
 def _as_its_own(x: Tensor) -> Tensor:
@@ -75,6 +86,13 @@ def not_compiled(function: Callable[..., T]) -> Callable[..., T]:
     return _disable_dynamo(function) if "torch._dynamo" in sys.modules else function
 
 
+def refuse_transforms() -> None:
+    if torch._C._are_functorch_transforms_active():
+        raise NotBuilt(
+            "transforms of torch.func (grad, vmap, jvp, ...) of attention are not built; use torch.autograd"
+        )
+
+
 class OnlyOnce(torch.autograd.Function):
     """Gradients that refuse to be differentiated, which nothing computes, instead of passing for constants."""
 
@@ -84,7 +102,11 @@ class OnlyOnce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        raise NotBuilt("create_graph=True: the second derivative of attention is not built")
+        refuse_second_derivative()
+
+
+def refuse_second_derivative() -> NoReturn:
+    raise NotBuilt("create_graph=True: the second derivative of attention is not built")
 
 
 def _full_precision(q: Tensor) -> AbstractContextManager[object]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Required, TypedDict, Unpack, overload
 
+import torch
 from torch import Tensor
 
-from .autograd import ExactAttention, not_compiled
+from .autograd import ExactAttention, not_compiled, refuse_transforms
 from .call import Choice, Options, prepare, refuse_unbuilt
 from .errors import ArgumentError
 from .geometry.patterns import Dense, Dilated, Pattern
@@ -90,11 +92,22 @@ def attention(
     options = Options(
         sharding, kv_sharding, group, layout, query_offset, schedule, kernel, scale, deterministic, timeout
     )
-    out, lse = not_compiled(_attend)(q, k, v, pattern, options)
+    out, lse = _way_to_attend(options)(q, k, v, pattern, options)
     return (out, lse) if return_lse else out
 
 
+def _way_to_attend(options: Options) -> Callable[..., tuple[Tensor, Tensor]]:
+    """As an operation of the graph that somebody makes of this, where there is one, or at once."""
+    if torch.compiler.is_compiling():
+        from .compiled import can_be_spelled, traced  # here, since to register operations takes milliseconds
+
+        if can_be_spelled(options):
+            return traced
+    return not_compiled(_attend)
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> tuple[Tensor, Tensor]:
+    refuse_transforms()
     return ExactAttention.apply(q, k, v, prepare(q, k, v, pattern, options))  # type: ignore[return-value]
 
 

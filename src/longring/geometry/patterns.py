@@ -318,7 +318,7 @@ def _clean_window(window: Any) -> tuple[int | None, int | None] | None:
         return None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise PatternError(f"window must be (left, right), got {window!r}")
-    window = [value.tolist() if hasattr(value, "tolist") else value for value in window]
+    window = [_plain(value) for value in window]
     for side, value in zip(("left", "right"), window, strict=True):
         if value is not None and (not _is_whole(value) or value < -1):
             raise PatternError(f"window's {side} must be at least 0, or -1 or None for no limit; got {value!r}")
@@ -351,10 +351,15 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _plain(value: Any) -> Any:
+    """A number of torch or numpy as one of Python; whole ones may be a compiler's symbols, not to be looked into."""
+    return value if _is_whole(value) or not hasattr(value, "tolist") else value.tolist()
+
+
 def _to_list(name: str, values: Any) -> list[Any]:
     """Tensors and arrays by their own `tolist`, so that geometry need not know torch."""
     if hasattr(values, "tolist"):
         values = values.tolist()
     if isinstance(values, Iterable) and not isinstance(values, (str, bytes, dict)):
-        return [value.tolist() if hasattr(value, "tolist") else value for value in values]  # type: ignore[union-attr]
+        return [_plain(value) for value in values]
     raise PatternError(f"{name} must be a list of whole numbers, got {values!r}")

@@ -1,0 +1,92 @@
+"""The operations that graphs hold keep the promises PyTorch asks of every operation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import longring as lr
+from longring.call import Options
+from longring.compiled import _attention, _attention_backward, _read, spelled_out
+
+CAUSAL, DEFAULTS = lr.Dense(), Options()
+PATTERNS = {
+    "causal": CAUSAL,
+    "full": lr.Dense(causal=False),
+    "window": lr.Dense(causal=False, window=(3, 2)),
+    "documents": lr.Dense(documents=[0, 2, 9, 13]),
+    "documents by row": lr.Dense(documents=[[0, 2, 13], [0, 13]]),
+    "lengths": lr.Dense(causal=False, lengths=[13, 0]),
+    "dilated": lr.Dilated([4, 8, 32], [1, 2, 4]),
+    "dilated documents": lr.Dilated([3, 13], [1, 2], causal=False, phase="block", documents=[0, 5, 13]),
+}
+OPTIONS = {
+    "defaults": DEFAULTS,
+    "by name": Options(schedule="ring", kernel="reference", scale=0.3, deterministic=True, timeout=5),
+    "offset": Options(query_offset=-4),
+    "sharding": Options(sharding=lr.Sharding(13), kv_sharding=lr.Sharding(13, layout="striped")),
+}
+
+
+def sample(pattern=CAUSAL, options=DEFAULTS, dtype=torch.float32, *, strided=False):
+    """q, k, v and how to attend, as the operation takes them."""
+    draw = torch.Generator().manual_seed(0)
+    d = 6 if strided else 3
+    tensors = [torch.randn(2, 13, heads, d, generator=draw).to(dtype) for heads in (4, 2, 2)]
+    if strided:
+        tensors = [x[..., ::2] for x in tensors]
+    return *(x.requires_grad_() for x in tensors), *spelled_out(pattern, options)
+
+
+def of_backward(q, k, v, *call, with_dlse=True):
+    """What the backward operation takes where the forward one took this."""
+    out, lse = _attention(*(x.detach() for x in (q, k, v)), *call)
+    dlse = torch.randn_like(lse) if with_dlse else None
+    return torch.randn_like(out), dlse, out, lse, *(x.detach() for x in (q, k, v)), *call
+
+
+SAMPLES = {
+    **{name: sample(pattern) for name, pattern in PATTERNS.items()},
+    **{name: sample(options=options) for name, options in OPTIONS.items()},
+    "float64": sample(dtype=torch.float64),
+    "bfloat16": sample(dtype=torch.bfloat16),
+    "strided": sample(strided=True),
+    "nothing to differentiate": tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in sample()),
+}
+
+
+@pytest.mark.parametrize("args", SAMPLES.values(), ids=SAMPLES)
+def test_attention(args):
+    assert set(opcheck(_attention, args).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("with_dlse", [True, False])
+@pytest.mark.parametrize("args", SAMPLES.values(), ids=SAMPLES)
+def test_its_backward(args, with_dlse):
+    assert set(opcheck(_attention_backward, of_backward(*args, with_dlse=with_dlse)).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_what_is_spelled_out_is_read_alike(pattern, options):
+    text, whole, real = spelled_out(pattern, options)
+    assert not any(digit in text for digit in "0123456789")
+    assert _read(text, tuple(whole), tuple(real))[0] == pattern
+    read = _read(text, tuple(whole), tuple(real))[1]
+    assert read._replace(sharding=None, kv_sharding=None) == options._replace(sharding=None, kv_sharding=None)
+    assert (read.sharding is None) == (options.sharding is None)
+
+
+def test_text_with_quotes_and_names_survives():
+    options = Options(kernel="""it's "i" and r %d {}""")
+    text, whole, real = spelled_out(lr.Dense(), options)
+    assert _read(text, tuple(whole), tuple(real))[1] == options
+
+
+def test_the_second_derivative_is_refused():
+    args = sample()
+    out, _ = _attention(*args)
+    (dq,) = torch.autograd.grad(out.sum(), args[0], create_graph=True)
+    with pytest.raises(lr.NotBuilt, match="second derivative"):
+        dq.sum().backward()
