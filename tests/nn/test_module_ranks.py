@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from defined import layer, multihead
-from module_cases import CASES, alone, check_same, found, inputs, made, on_this_rank, together
 
 import longring as lr
+from defined_modules import layer, multihead
 from longring.nn import DecoderLayer, EncoderLayer
 from longring.testing import run_ranks
+from module_cases import CASES, alone, check_same, found, inputs, made, on_this_rank, together
 
 NAMES = list(CASES)
 

@@ -7,9 +7,9 @@ import math
 
 import pytest
 import torch
-from defined import turned
 
 import longring as lr
+from defined_modules import turned
 from longring.nn import Rotary, XPos
 from longring.testing import relative_error
 

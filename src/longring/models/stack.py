@@ -1,0 +1,150 @@
+"""What the models share: layers one after the other, and what lies before and behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import ArgumentError
+from ..nn.layers import DecoderLayer, EncoderLayer, FeedForward
+from ..nn.multihead import Multihead, held_positions
+from ..nn.positions import Angles, Rotary, XPos
+from ..numerics.online_softmax import accumulator_dtype
+from ..sharding import Sharding
+
+
+class Stack(nn.Module):
+    """Layers of one kind, then a norm. The angles of positions are computed once for all of them.
+
+    checkpoint_activations:  keep each layer's input alone, and compute the rest again in the backward pass. Over
+                             ranks that repeats the layer's communication, at the same place on every rank.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[EncoderLayer | DecoderLayer],
+        norm: nn.Module,
+        *,
+        positions: Rotary | None,
+        checkpoint_activations: bool = False,
+    ) -> None:
+        super().__init__()
+        if not isinstance(checkpoint_activations, bool):
+            raise ArgumentError(f"checkpoint_activations must be True or False, got {checkpoint_activations!r}")
+        self.layers = nn.ModuleList(layers)
+        self.norm = norm
+        self.positions = positions
+        self.checkpoint_activations = checkpoint_activations
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        sharding: Sharding | None = None,
+        documents: Any = None,
+        lengths: Any = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        angles = self._angles(x, sharding, positions)
+        told = {"sharding": sharding, "documents": documents, "lengths": lengths, "positions": angles}
+        for layer in self.layers:
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False, **told)  # type: ignore[assignment]
+            else:
+                x = layer(x, **told)
+        return self.norm(x)
+
+    def _angles(self, x: Tensor, sharding: Sharding | None, positions: Tensor | None) -> Angles | None:
+        if self.positions is None:
+            if positions is not None:
+                raise ArgumentError("positions were given, but this model has no rotary embedding to use them")
+            return None
+        if positions is None:
+            length = x.shape[1] if sharding is None else sharding.length
+            if isinstance(self.positions, XPos) and length > self.positions.length:
+                raise ArgumentError(f"{length:,} tokens, but xPos was made for a length of {self.positions.length:,}")
+            positions = held_positions(x, sharding)
+        return self.positions.at(positions, dtype=accumulator_dtype(x.dtype))
+
+    def extra_repr(self) -> str:
+        return "checkpoint_activations=True" if self.checkpoint_activations else ""
+
+
+class LanguageModel(nn.Module):
+    """Tokens in, logits out; the embedding is the head too, unless `tie_embeddings` is False.
+
+    forward(tokens) gives logits [batch, n, vocabulary] of these tokens, which are this rank's part of the sequence
+    where `sharding` says so. `documents` are boundaries of packed documents and `lengths` how many tokens of each
+    row are not padding, both of the whole sequence; `positions` are those of the sharding unless given.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        *,
+        vocab_size: int,
+        dim: int,
+        tie_embeddings: bool,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, dim, device=device, dtype=dtype)
+        self.stack = stack
+        self.head = None if tie_embeddings else nn.Linear(dim, vocab_size, bias=False, device=device, dtype=dtype)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        sharding: Sharding | None = None,
+        documents: Any = None,
+        lengths: Any = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        check_tokens(tokens)
+        told = {"sharding": sharding, "documents": documents, "lengths": lengths, "positions": positions}
+        x = self.stack(self.embedding(tokens), **told)
+        # not one parameter under two names, which would be two after a stay on the meta device
+        return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+
+
+def check_tokens(tokens: Tensor) -> None:
+    if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.is_floating_point() or tokens.dtype == torch.bool:
+        spoken = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else repr(tokens)
+        raise ArgumentError(f"tokens must be whole numbers [batch, n], got {spoken}")
+
+
+def reset_parts(model: nn.Module) -> None:
+    """Every part to its own initial values, what is inside before what is around it, which may know better."""
+    for module in reversed([part for part in model.modules() if part is not model]):
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+
+
+def normal_weights(model: nn.Module, layers: int, std: float = 0.02) -> None:
+    """GPT-2's initial values: normal, narrower where a residual branch ends by as much as there are branches."""
+    narrow = std / (2 * layers) ** 0.5
+    for module in reversed(list(model.modules())):  # what is inside first: a branch knows which of its maps is last
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=std)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+        if isinstance(module, Multihead):
+            for weight in module.projections:
+                nn.init.normal_(weight, std=std)
+            nn.init.normal_(module.out_proj.weight, std=narrow)
+        if isinstance(module, FeedForward):
+            nn.init.normal_(module.down.weight, std=narrow)
+
+
+def check_sizes(config: Any, *names: str) -> None:
+    for name in names:
+        size = getattr(config, name)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ArgumentError(f"{name} must be a whole number of at least 1, got {size!r}")
