@@ -90,7 +90,7 @@ def go_backward(trip: Trip, desks: Sequence[BackwardDesk], k: Tensor, v: Tensor)
     following = Following(trip, own, k)
     for number, step in travel.steps():
         if number == 0:
-            _look_at_own(desks, home.late, k[:, own.split :], v[:, own.split :], own.late, name)
+            _look_at_own(desks, home.late, k[:, own.split :], v[:, own.split :], *own.late, name)
             continue
         found: dict[int, Found] = {}
         for visit in step.visits:
@@ -103,15 +103,14 @@ def go_backward(trip: Trip, desks: Sequence[BackwardDesk], k: Tensor, v: Tensor)
         following.leave(number, step, found)
     dk, dv = own.as_one()
     early_k, early_v, *early = (x[:, : own.split] for x in (k, v, dk, dv))
-    _look_at_own(desks, home.early, early_k, early_v, early, name)
+    _look_at_own(desks, home.early, early_k, early_v, *map(Sum.on, early), name)
     following.arrive({})
     return dk, dv
 
 
 def _look_at_own(
-    desks: Sequence[BackwardDesk], cut: Sequence[Tiles], k: Tensor, v: Tensor, gradients: Sequence[Tensor], name: str
+    desks: Sequence[BackwardDesk], cut: Sequence[Tiles], k: Tensor, v: Tensor, dk: Sum, dv: Sum, name: str
 ) -> None:
-    dk, dv = map(Sum.on, gradients)
     for desk, tiles in zip(desks, cut, strict=True):
         desk.look(tiles, k, v, dk, dv, f"{name}, backward, own keys")
 
@@ -238,7 +237,7 @@ class Own:
     def __init__(self, k: Tensor, split: int) -> None:
         self.split = split
         self._k = k
-        self.late = _gradients_of(k[:, split:])
+        self.late = Sum(k[:, split:]), Sum(k[:, split:])
         self._early: tuple[Tensor, Tensor] | None = None
         self._whole: tuple[Tensor, Tensor] | None = None
 
@@ -246,7 +245,7 @@ class Own:
         if self._whole is not None:
             self._add_to(self._whole, parcel, brought, 0)
             return
-        self._add_to(self.late, parcel, brought, self.split)
+        self._add_to([one.in_place() for one in self.late], parcel, brought, self.split)
         if any(r.start < self.split for share in parcel.shares for r in share.rows):
             self._early = self._early or _gradients_of(self._k[:, : self.split])
             self._add_to(self._early, parcel, brought, 0)
@@ -257,14 +256,15 @@ class Own:
 
     def as_one(self) -> tuple[Tensor, Tensor]:
         """One gradient after the other, so that never both are there twice."""
-        if not self.split:
-            self._whole = self.late
-            return self.late
         late, early = list(self.late), list(self._early or _gradients_of(self._k[:, : self.split]))
-        self.late, self._early = (self._k[:, :0], self._k[:, :0]), None  # given up
-        dk, dv = (torch.cat([early.pop(0), late.pop(0)], dim=1) for _ in "kv")
+        del self.late, self._early  # given up
+        dk, dv = (_behind_each_other(early.pop(0), late.pop(0)) for _ in "kv")
         self._whole = dk, dv
         return dk, dv
+
+
+def _behind_each_other(early: Tensor, late: Sum) -> Tensor:
+    return torch.cat([early, late.in_place()], dim=1) if early.numel() else late.in_place()
 
 
 class Following:
