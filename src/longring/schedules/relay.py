@@ -102,8 +102,8 @@ def go_backward(trip: Trip, desks: Sequence[BackwardDesk], k: Tensor, v: Tensor)
         following.arrive(found)
         following.leave(number, step, found)
     dk, dv = own.as_one()
-    early_k, early_v, *early = (x[:, : own.split] for x in (k, v, dk, dv))
-    _look_at_own(desks, home.early, early_k, early_v, *map(Sum.on, early), name)
+    early_dk, early_dv = (Sum.on(x[:, : own.split]) for x in (dk, dv))
+    _look_at_own(desks, home.early, k[:, : own.split], v[:, : own.split], early_dk, early_dv, name)
     following.arrive({})
     return dk, dv
 
