@@ -213,16 +213,10 @@ def test_a_kv_sharding_that_is_none():
         ("softcap", 30.0),
         ("logit_cap", 30.0),
         ("sinks", 4),
-        ("mixing_gradient", False),
     ],
 )
 def test_known_features_that_are_not_built_are_refused_by_name(function, name, value):
     refused(NotBuilt, f"{name}=.* not built yet, and is never silently ignored", function, Q, Q, Q, **{name: value})
-
-
-def test_dilated_attention_refuses_detached_mixing_weights_by_name():
-    options = {"segment_lengths": [4], "dilation_rates": [1], "mixing_gradient": False}
-    refused(NotBuilt, "mixing_gradient=False: detaching the mixing weights", lr.dilated_attention, Q, Q, Q, **options)
 
 
 @pytest.mark.parametrize("function", [lr.attention, lr.ring_attention, lr.explain])

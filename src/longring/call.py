@@ -42,7 +42,6 @@ NOT_BUILT = {
     "a bias or a mask given as a tensor": ("bias", "attn_bias", "attn_mask", "mask", "alibi_slopes"),
     "softcap": ("softcap", "logit_cap"),
     "attention sinks": ("sinks", "sink"),
-    "detaching the mixing weights": ("mixing_gradient",),
 }
 
 _log = logging.getLogger("longring")
@@ -264,7 +263,7 @@ def check_pattern(pattern: Pattern, problem: Problem) -> None:
         raise PatternError(f"pattern must be longring.Dense(...) or longring.Dilated(...), got {pattern!r}")
     pattern.check(problem)
     if isinstance(pattern, Dilated) and pattern.leaves_rows_out:
-        _warn_of_rows_left_out(pattern.dilation_rates)
+        _warn_of_rows_left_out(pattern.mixed_rates)
 
 
 @lru_cache(maxsize=256)  # once for each list of rates

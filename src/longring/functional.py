@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Required, TypedDict, Unpack, overload
 
@@ -10,6 +10,16 @@ import torch
 from torch import Tensor
 
 from .autograd import ExactAttention, not_compiled, refuse_transforms
+from .branches import (
+    Branch,
+    Part,
+    branches_of,
+    mixed,
+    mixed_as_released,
+    refuse_contradictions,
+    released_branches,
+    rows_here,
+)
 from .call import Choice, Options, prepare, refuse_unbuilt
 from .errors import ArgumentError
 from .geometry.patterns import Dense, Dilated, Pattern
@@ -151,9 +161,10 @@ class DilatedOptions(CallOptions, total=False):
     segment_lengths: Required[Any]
     dilation_rates: Required[Any]
     causal: bool
-    phase: str
+    phase: str | None
     documents: Any
-    mixing_gradient: bool
+    mixing_gradient: bool | None
+    compat: str | None
     sharding: Sharding | None
     schedule: str
 
@@ -174,22 +185,48 @@ def dilated_attention(
     segment_lengths: Any,
     dilation_rates: Any,
     causal: bool = True,
-    phase: str = "mod",
+    phase: str | None = None,
     documents: Any = None,
-    mixing_gradient: bool = True,
+    mixing_gradient: bool | None = None,
+    compat: str | None = None,
     sharding: Sharding | None = None,
     return_lse: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """LongNet's dilated attention, its branches mixed by one softmax; further options as for `attention`.
 
-    mixing_gradient=False, which keeps gradients from flowing through the mixing weights as the authors' code
-    does, is not built yet.
+    phase:            "mod", the paper's and the default, or "block", as in the authors' code.
+    mixing_gradient:  False keeps gradients from flowing through the mixing weights: each branch is computed on its
+                      own, and weighed as if by constants. lse, if returned, keeps its true derivative.
+    compat:           "torchscale" for what LongNet's released code computes on one device, for models trained with
+                      it: docs/torchscale.md.
     """
-    if mixing_gradient is not True:
-        refuse_unbuilt("dilated_attention", {"mixing_gradient": mixing_gradient})
+    if not isinstance(return_lse, bool):
+        raise ArgumentError(f"return_lse must be True or False, got {return_lse!r}")
+    if not isinstance(mixing_gradient, bool | None):
+        raise ArgumentError(f"mixing_gradient must be True or False, got {mixing_gradient!r}")
+    refuse_contradictions(compat, phase, documents, mixing_gradient, return_lse)
+    if phase is None:
+        phase = "mod" if compat is None else "block"
     pattern = Dilated(segment_lengths, dilation_rates, causal=causal, phase=phase, documents=documents)
-    return attention(q, k, v, pattern=pattern, sharding=sharding, return_lse=return_lse, **options)
+    options["sharding"] = sharding
+    if compat is not None:
+        return _as_released(q, k, v, pattern, options)
+    if mixing_gradient is False:
+        out, lse = mixed(_by_branches(q, k, v, branches_of(pattern), options))
+        return (out, lse) if return_lse else out
+    return attention(q, k, v, pattern=pattern, return_lse=return_lse, **options)
+
+
+def _as_released(q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, options: dict[str, Any]) -> Tensor:
+    branches = released_branches(pattern, q)
+    parts = _by_branches(q, k, v, branches, options)
+    rows = rows_here(q, options["sharding"], options.get("group"), options.get("layout"))
+    return mixed_as_released(branches, parts, *rows)
+
+
+def _by_branches(q: Tensor, k: Tensor, v: Tensor, branches: Sequence[Branch], options: dict[str, Any]) -> list[Part]:
+    return [Part(*attention(q, k, v, pattern=branch, return_lse=True, **options)) for branch in branches]
 
 
 @dataclass(frozen=True)

@@ -186,9 +186,14 @@ class Dilated:
         _check_documents(self.documents, problem)
 
     @property
+    def mixed_rates(self) -> tuple[int, ...]:
+        """The rates of all branches that a row's result is mixed from."""
+        return tuple(self.dilation_rates)
+
+    @property
     def leaves_rows_out(self) -> bool:
         """Whether some rows of some heads are kept by no branch, and so see nothing."""
-        return min(self.dilation_rates) > 1
+        return min(self.mixed_rates) > 1
 
     def only(self, keep: Callable[[int], bool]) -> Dilated | None:
         """The branches whose segment length is kept, or None if there are none."""
