@@ -104,7 +104,7 @@ class XPos(Rotary):
 
     A fading that depends on distance alone and is a factor of the query times a factor of the key is exponential, and
     floating point holds only so much of it. At most e ** 40 either way is allowed (float16: e ** 7), which by 512 are
-    32,696 tokens. A scale_base that does not fit is refused: the numbers would be inf at the ends.
+    32,695 tokens. A scale_base that does not fit is refused: the numbers would be inf at the ends.
     """
 
     def __init__(
