@@ -1,0 +1,512 @@
+"""Hugging Face Transformers: `attn_implementation="longring"` on stock models, alone or over the ranks of a group.
+
+transformers asks for a mask once per forward, with a function of (query, key) that says which pairs count. Here the
+mask is not a tensor but a `Request`: the pattern that this function stands for, and how the tokens are dealt. It
+reaches every layer as the layer's attention mask, and again when a checkpointed layer is recomputed in the backward,
+where no context of the forward is set any more. What is not understood is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, LayoutError, NotBuilt, PatternError, naming_rank
+from ..functional import attention
+from ..geometry.patterns import Dense, Problem
+from ..nn.loss import next_tokens
+from ..sharding import Sharding
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface
+except ImportError as error:
+    raise ImportError(
+        "longring.integrations.transformers needs transformers of 5.0 or later; "
+        "install it with: pip install 'longring[transformers]'"
+    ) from error
+
+NAME = "longring"
+
+
+def register() -> None:
+    """Make attn_implementation="longring" known to transformers. Calling it again changes nothing."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, requested)
+
+
+# ------------------------------------------------------------------------------------------------- how data is dealt
+
+
+class Batch(NamedTuple):
+    """This rank's part of a batch: `model(**inputs)` within `sharded(batch)`, and what its logits are to predict."""
+
+    inputs: dict[str, Tensor]
+    targets: Tensor
+    sharding: Sharding
+    documents: tuple[tuple[int, ...], ...] | None
+    lengths: tuple[int, ...] | None
+
+
+def shard_batch(
+    input_ids: Tensor,
+    sharding: Sharding,
+    *,
+    labels: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    documents: Any = None,
+    ignore_index: int = -100,
+) -> Batch:
+    """This rank's part of a batch [batch, n] that every rank has whole.
+
+    Position ids are global, and restart at each document. Targets are shifted before they are dealt, so the loss is
+    `longring.nn.loss.cross_entropy(logits, batch.targets, sharding=...)`, never the model's own, which would shift
+    once more and lose a token at every border of a shard.
+
+    labels:          as transformers takes them, not shifted; the input ids if left out. For models that predict the
+                     token itself, as BERT does, deal labels with `sharding.shard` instead.
+    attention_mask:  1 for tokens and 0 for padding behind them.
+    documents:       boundaries [0, b1, ..., n] of packed documents, one list or one per row.
+    """
+    for name, x in (("labels", labels), ("attention_mask", attention_mask)):
+        if x is not None and x.shape != input_ids.shape:
+            raise ArgumentError(f"{name} must be {list(input_ids.shape)} as input_ids are, got {list(x.shape)}")
+    lengths = None if attention_mask is None else _lengths(attention_mask.to(torch.bool))
+    given = Dense(documents=documents, lengths=lengths)
+    batch, n = input_ids.shape
+    given.check(Problem(batch, n, n, 1, 0))
+    targets = next_tokens(
+        input_ids if labels is None else labels, documents=documents, lengths=lengths, ignore_index=ignore_index
+    )
+    positions = _positions(sharding, given.documents).to(input_ids.device).expand(batch, -1)
+    inputs = {"input_ids": sharding.shard(input_ids), "position_ids": positions.contiguous()}
+    return Batch(inputs, sharding.shard(targets), sharding, given.documents, given.lengths)
+
+
+class Dealt(NamedTuple):
+    """What `sharded` says of the tokens that a model is given."""
+
+    sharding: Sharding
+    documents: tuple[tuple[int, ...], ...] | None
+    lengths: tuple[int, ...] | None
+    options: Mapping[str, Any]
+
+
+_dealt: ContextVar[Dealt | None] = ContextVar("longring.integrations.transformers.sharded", default=None)
+_was_ever_sharded = False
+
+
+@contextmanager
+def sharded(dealt: Sharding | Batch, *, documents: Any = None, lengths: Any = None, **options: Any) -> Iterator[None]:
+    """Within it, models are given this rank's part of every sequence, and attend to the whole.
+
+    dealt:      a Sharding, or what `shard_batch` gave, which knows its documents and lengths.
+    documents:  boundaries [0, b1, ..., n] of packed documents, in the whole sequence.
+    lengths:    one per batch row: tokens of the whole sequence at or beyond it are padding.
+    options:    schedule, kernel, deterministic and timeout, as for `longring.attention`.
+
+    The backward may run outside of it, gradient checkpointing of layers included.
+    """
+    global _was_ever_sharded
+    found = _understood(dealt, documents, lengths, options)
+    _was_ever_sharded = _was_ever_sharded or found.sharding.ranks > 1
+    before = _dealt.set(found)
+    try:
+        yield
+    finally:
+        _dealt.reset(before)
+
+
+def _understood(dealt: Sharding | Batch, documents: Any, lengths: Any, options: dict[str, Any]) -> Dealt:
+    if isinstance(dealt, Batch):
+        if documents is not None or lengths is not None:
+            raise ArgumentError("a batch of shard_batch knows its documents and lengths; pass it, or them, not both")
+        dealt, documents, lengths = dealt.sharding, dealt.documents, dealt.lengths
+    if not isinstance(dealt, Sharding):
+        raise ArgumentError(f"sharded takes a longring.Sharding, or what shard_batch gave; got {dealt!r}")
+    unknown = set(options) - {"schedule", "kernel", "deterministic", "timeout"}
+    if unknown:
+        raise TypeError(f"sharded() got an unexpected keyword argument {min(unknown)!r}")
+    if not all(dealt.dealt.sizes):
+        raise LayoutError(
+            f"{dealt.layout} deals {dealt.length} tokens to {dealt.ranks} ranks, of which some get none; the models of "
+            "transformers need at least one token on every rank"
+        )
+    pattern = Dense(documents=documents, lengths=lengths)
+    if any(row[-1] != dealt.length for row in pattern.documents or ()):
+        raise PatternError(f"documents must end at the {dealt.length} tokens of the sequence, got {pattern.documents}")
+    return Dealt(dealt, pattern.documents, pattern.lengths, options)
+
+
+def _positions(sharding: Sharding, documents: tuple[tuple[int, ...], ...] | None) -> Tensor:
+    """[1 or batch, tokens held here]: where they stand in the sequence, or in their documents."""
+    held = sharding.positions
+    if documents is None:
+        return held.unsqueeze(0)
+    starts = [torch.tensor(row[:-1]) for row in documents]
+    return torch.stack([held - row[torch.searchsorted(row, held, right=True) - 1] for row in starts])
+
+
+# ----------------------------------------------------------------------------------------- what a mask would have said
+
+
+@dataclass(eq=False)
+class Request:
+    """Which pairs count, and where the tokens are: what models hand from layer to layer as their attention mask."""
+
+    pattern: Dense
+    queries: int  # on this rank
+    keys: int
+    query_offset: int
+    dealt: Dealt | None
+    _checked: Tensor | None = field(default=None, repr=False)
+
+    def contiguous(self) -> Request:
+        """What `generate` asks of masks that it makes in advance and gives to the model as tensors."""
+        raise NotBuilt(
+            "generating with a static cache is not built: transformers then makes masks in advance, as tensors alone; "
+            "use the growing cache, which is the default"
+        )
+
+    def check_positions(self, position_ids: Tensor | None) -> None:
+        """Looks at them once, not in every layer: on a GPU looking waits."""
+        if not isinstance(position_ids, Tensor) or position_ids.ndim != 2 or position_ids is self._checked:
+            return
+        if self.dealt is None:
+            self._refuse_documents_unseen(position_ids)
+        else:
+            self._refuse_other_positions(position_ids, self.dealt)
+        self._checked = position_ids
+
+    def _refuse_documents_unseen(self, position_ids: Tensor) -> None:
+        if self.pattern.documents is not None or position_ids.shape[1] != self.queries:
+            return
+        restarts = position_ids.diff(dim=1) <= 0
+        if self.pattern.lengths is not None:  # what stands in the padding does not matter
+            restarts = restarts & _before(self.pattern.lengths, self.query_offset + 1, restarts)
+        if restarts.any():
+            raise PatternError(
+                "position_ids restart within a row, as for packed documents, but transformers looks for documents only "
+                "without an attention_mask and without a cache: pass neither, and use_cache=False"
+            )
+
+    def _refuse_other_positions(self, position_ids: Tensor, dealt: Dealt) -> None:
+        expected = _positions(dealt.sharding, dealt.documents).to(position_ids.device)
+        if position_ids.shape[1] != expected.shape[1]:
+            raise LayoutError(
+                f"rank {dealt.sharding.rank}: position_ids hold {position_ids.shape[1]} tokens, but "
+                f"{dealt.sharding.layout} deals {expected.shape[1]} of {dealt.sharding.length} to this rank"
+            )
+        differ = position_ids != expected
+        if dealt.lengths is not None:
+            differ = differ & _is_token(dealt, position_ids.device)
+        if differ.any():
+            row, column = (int(i) for i in differ.nonzero()[0])
+            got, want = (int(x.expand_as(differ)[row, column]) for x in (position_ids, expected))
+            raise LayoutError(
+                f"rank {dealt.sharding.rank}: token {column} of row {row} has position id {got}, but "
+                f"{dealt.sharding.layout} deals the one at {want} there; give the model the position_ids of shard_batch"
+            )
+
+
+def _is_token(dealt: Dealt, device: torch.device) -> Tensor:
+    """[batch or 1, tokens held here]: whether they are tokens, not padding."""
+    held = dealt.sharding.positions.to(device)
+    return held < held.new_tensor(dealt.lengths or (dealt.sharding.length,)).unsqueeze(1)
+
+
+def _before(lengths: tuple[int, ...], offset: int, like: Tensor) -> Tensor:
+    """[batch, n]: whether column i, which stands at i + offset, is before the end of its row."""
+    columns = torch.arange(like.shape[1], device=like.device) + offset
+    return columns < torch.tensor(lengths, device=like.device).unsqueeze(1)
+
+
+def requested(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    **not_needed: Any,
+) -> Request:
+    """What transformers calls for a mask: the pattern that its mask function and its padding mask stand for."""
+    facts = _facts(mask_function)
+    offset = int(q_offset) - int(kv_offset)
+    dealt = _dealt.get()
+    if dealt is not None:
+        return _requested_of_ranks(dealt, facts, batch_size, (q_length, kv_length, offset), attention_mask)
+    _refuse_recomputation()
+    lengths = None if attention_mask is None else _lengths(_columns(attention_mask, int(kv_offset), kv_length))
+    documents = None if facts.packed is None else [_boundaries(row) for row in facts.packed.tolist()]
+    pattern = Dense(causal=facts.causal, window=facts.window, documents=documents, lengths=lengths)
+    return Request(pattern, q_length, kv_length, offset, None)
+
+
+def _requested_of_ranks(
+    dealt: Dealt, facts: _Facts, batch_size: int, lengths: tuple[int, int, int], attention_mask: Tensor | None
+) -> Request:
+    s = dealt.sharding
+    with naming_rank(s.rank, s.ranks):
+        _refuse_other_lengths(s, *lengths)
+        if attention_mask is not None:
+            _refuse_other_padding(dealt, attention_mask)
+        if facts.packed is not None:
+            _refuse_other_documents(dealt, facts.packed)
+        pattern = Dense(causal=facts.causal, window=facts.window, documents=dealt.documents, lengths=dealt.lengths)
+        pattern.check(Problem(batch_size, s.length, s.length, 1, 0))
+    return Request(pattern, s.local_length, s.local_length, 0, dealt)
+
+
+def _refuse_recomputation() -> None:
+    """Somebody recomputes a whole model in the backward, where nobody can tell how its tokens were dealt."""
+    if _was_ever_sharded and torch._C._current_graph_task_id() != -1:
+        raise NotBuilt(
+            "a whole model is recomputed in the backward outside of `sharded`, so it is not known how its tokens were "
+            "dealt; checkpoint its layers (model.gradient_checkpointing_enable()), or call backward within `sharded`"
+        )
+
+
+# ------------------------------------------------------------------------------------------ reading mask functions
+
+
+class _Facts(NamedTuple):
+    """What a mask function of transformers says."""
+
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    packed: Tensor | None  # [batch, n]: the number of the document
+
+
+def _facts(function: Callable[..., Any] | None) -> _Facts:
+    """Mask functions are closures; what they close over is what they say. One that is not known is refused."""
+    causal, window, packed = False, None, None
+    for name, given in _parts(function):
+        match name:
+            case "causal_mask_function":
+                causal = True
+            case "bidirectional_mask_function":
+                pass
+            case "sliding_window_overlay":
+                window = (given["sliding_window"] - 1, None)  # of so many tokens, the query's own among them
+            case "sliding_window_bidirectional_overlay":
+                window = (given["sliding_window"], given["sliding_window"])
+            case "packed_sequence_mask_function":
+                packed = given["packed_sequence_mask"]
+            case _:
+                raise NotBuilt(
+                    f"the model asks for a mask by {name}, which is not built: longring knows causal and bidirectional "
+                    "attention, sliding windows, packed documents and padding behind the tokens"
+                )
+    return _Facts(causal, window, packed)
+
+
+def _parts(function: Callable[..., Any] | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(name of the maker, what it was given) of each function in an intersection."""
+    name = getattr(function, "__qualname__", repr(function))
+    if getattr(function, "__module__", None) != "transformers.masking_utils" or not inspect.isfunction(function):
+        yield f"a function of its own ({name})", {}
+        return
+    maker, given = name.partition(".")[0], inspect.getclosurevars(function).nonlocals
+    if maker == "and_masks":
+        for part in given["mask_functions"]:
+            yield from _parts(part)
+    else:
+        yield maker, given
+
+
+def _columns(attention_mask: Tensor, first: int, count: int) -> Tensor:
+    """Those of the keys; columns that are not there are keys that do not exist yet."""
+    if attention_mask.ndim != 2:
+        raise NotBuilt(f"attention_mask must be [batch, keys], got shape {list(attention_mask.shape)}")
+    held = attention_mask[:, first : first + count].to(torch.bool)
+    return torch.nn.functional.pad(held, (0, count - held.shape[1]))
+
+
+def _lengths(mask: Tensor) -> tuple[int, ...] | None:
+    """How many tokens each row has before its padding; None where there is no padding."""
+    if mask.ndim != 2:
+        raise NotBuilt(f"attention_mask must be [batch, keys], got shape {list(mask.shape)}")
+    if mask.all():
+        return None
+    lengths = tuple(mask.sum(1).tolist())
+    wrong = (mask != _before(lengths, 0, mask)).any(1)
+    if wrong.any():
+        row = int(wrong.nonzero()[0])
+        is_left = torch.equal(mask[row].flip(0), _before(lengths, 0, mask)[row])
+        where = "before its tokens (left padding)" if is_left else "between its tokens"
+        raise NotBuilt(
+            f"attention_mask has zeros in row {row} {where}; longring knows padding behind the tokens only: "
+            'set tokenizer.padding_side = "right"'
+        )
+    return lengths
+
+
+def _boundaries(numbers: list[int]) -> list[int]:
+    """[0, b1, ..., n], from the number of each token's document."""
+    changes = [i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1]]
+    return [0, *changes, len(numbers)]
+
+
+# ------------------------------------------------------------------------------- what contradicts how data is dealt
+
+
+def _refuse_other_lengths(s: Sharding, queries: int, keys: int, offset: int) -> None:
+    if offset != 0:
+        raise NotBuilt(f"decoding over a group is not built: {queries} queries stand behind {offset} cached tokens")
+    for what, got in (("the model is given", queries), ("its keys or its attention_mask hold", keys)):
+        if got != s.local_length:
+            raise LayoutError(
+                f"{what} {got} tokens, but {s.layout} deals {s.local_length} of {s.length} to this rank; "
+                "use shard_batch"
+            )
+
+
+def _refuse_other_padding(dealt: Dealt, attention_mask: Tensor) -> None:
+    if (attention_mask.bool() != _is_token(dealt, attention_mask.device)).any():
+        raise PatternError(
+            "attention_mask says otherwise than the lengths of `sharded`; give the mask of the whole batch to "
+            "shard_batch, or lengths to `sharded`, and none to the model"
+        )
+
+
+def _refuse_other_documents(dealt: Dealt, packed: Tensor) -> None:
+    """transformers takes every jump in the position ids for a new document: the dealing must explain all of them."""
+    positions = _positions(dealt.sharding, dealt.documents).to(packed.device)
+    expected = (positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1).cumsum(1).expand_as(packed)
+    if not torch.equal(packed, expected):
+        raise LayoutError(
+            f"position_ids are not those that {dealt.sharding.layout} deals to this rank, or restart where `sharded` "
+            "was told of no document; give the model the position_ids of shard_batch, and `sharded` its batch"
+        )
+
+
+# ----------------------------------------------------------------------------------------------------- attention itself
+
+# What reaches attention from above and changes nothing in it
+HARMLESS = {
+    "cache_position",
+    "encoder_attention_mask",
+    "encoder_hidden_states",
+    "layer_past",
+    "logits_to_keep",
+    "max_length_k",
+    "max_length_q",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "past_key_values",
+    "position_embeddings",
+    "return_dict",
+    "use_cache",
+}
+# What is honoured, or held against the pattern
+CHECKED = {"cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "is_causal", "position_ids", "seq_idx", "sliding_window"}
+REFUSED = {
+    "alibi": "a bias on the scores",
+    "attention_bias": "a bias on the scores",
+    "head_mask": "a mask over heads",
+    "output_attentions": "returning the attention weights, which are never there as a whole,",
+    "position_bias": "a bias on the scores",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "softcap": "softcap",
+}
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Request | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **given: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every layer, with [batch, heads, n, d]; it wants [batch, n, heads, d] back."""
+    request = _request(module, query, key, attention_mask, given)
+    _refuse(dropout, given, request)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    options: dict[str, Any] = {"query_offset": request.query_offset}
+    if request.dealt is not None:
+        options = {"sharding": request.dealt.sharding, **request.dealt.options}
+    if given.get("deterministic"):
+        options["deterministic"] = True
+    return attention(q, k, v, pattern=request.pattern, scale=scaling, **options), None
+
+
+def _request(
+    module: torch.nn.Module, query: Tensor, key: Tensor, mask: Request | Tensor | None, given: Mapping[str, Any]
+) -> Request:
+    queries, keys = query.shape[2], key.shape[2]
+    if mask is None:
+        return _request_without_mask(module, queries, keys, given)
+    if not isinstance(mask, Request):
+        what = f"a tensor of shape {list(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
+        raise NotBuilt(f"attention_mask is {what}: a bias or a mask given as a tensor is not built yet")
+    if (queries, keys) != (mask.queries, mask.keys):
+        raise LayoutError(
+            f"attention meets {queries} queries and {keys} keys, but its mask was made for {mask.queries} and "
+            f"{mask.keys}"
+        )
+    mask.check_positions(given.get("position_ids"))
+    return mask
+
+
+def _request_without_mask(module: torch.nn.Module, queries: int, keys: int, given: Mapping[str, Any]) -> Request:
+    """Of models that never ask for a mask, as those of images: all they say is whether they are causal."""
+    if _dealt.get() is not None:
+        raise NotBuilt(
+            f"{type(module).__name__} attends without asking transformers for a mask, so over ranks it cannot be known "
+            "which pairs count"
+        )
+    causal = given.get("is_causal")
+    causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
+    if causal and queries not in (1, keys):
+        raise NotBuilt(
+            f"causal attention of {queries} queries over {keys} keys without a mask: nobody said where they are"
+        )
+    if given.get("sliding_window") is not None:
+        raise NotBuilt(f"a sliding window of {given['sliding_window']} without a mask that has it")
+    return Request(Dense(causal=causal), queries, keys, keys - queries, None)
+
+
+def _refuse(dropout: float, given: Mapping[str, Any], request: Request) -> None:
+    """What attention cannot honour; a word that nobody here knows may change what is computed, and is refused too."""
+    if dropout:
+        raise NotBuilt(
+            f"dropout={dropout}: dropout of attention weights is not built yet; set it to 0 in the model's config "
+            "(attention_dropout, or attention_probs_dropout_prob), or call model.eval()"
+        )
+    for name, value in given.items():
+        if value is None or value is False or name in HARMLESS or name in CHECKED:
+            continue
+        if name in REFUSED:
+            raise NotBuilt(f"{name}: {REFUSED[name]} is not built yet, and is never silently ignored")
+        raise NotBuilt(f"{name}: it is not known what it would change in attention, and it is never silently ignored")
+    _check_given(given, request.pattern)
+
+
+def _check_given(given: Mapping[str, Any], pattern: Dense) -> None:
+    """What layers say once more must be what the mask has said."""
+    is_causal, window = given.get("is_causal"), given.get("sliding_window")
+    if is_causal is not None and bool(is_causal) != pattern.causal:
+        raise NotBuilt(
+            f"is_causal={is_causal}, but the model's mask is for causal={pattern.causal}; set config.is_causal"
+        )
+    if window is not None and (pattern.window is None or pattern.window[0] not in (window - 1, window)):
+        raise NotBuilt(f"sliding_window={window}, but the model's mask is for the window {pattern.window}")
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"):
+        if given.get(name) is not None and pattern.documents is None:
+            raise PatternError(
+                f"{name} tells of packed documents, but the mask has none; pass position_ids that restart, "
+                "use_cache=False and no attention_mask"
+            )

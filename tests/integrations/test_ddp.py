@@ -1,0 +1,48 @@
+"""DistributedDataParallel over rings: the losses, and the weights, of one process."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from training_runs import Place, Run, check, made, optimiser_of, trained, whole_parameters
+
+import longring as lr
+
+pytestmark = pytest.mark.processes
+
+
+def run(place, batches_a_step=1, **options):
+    model = DistributedDataParallel(made(torch.float64, **options))
+    losses = trained(
+        place,
+        model,
+        optimiser_of(model),
+        batches_a_step=batches_a_step,
+        not_yet=lambda is_last: nullcontext() if is_last else model.no_sync(),
+    )
+    return Run(losses, whole_parameters(model))
+
+
+def every_run():
+    torch.set_num_threads(1)
+    two_by_two = Place.on_a_mesh()
+    return {
+        "zigzag": run(two_by_two),
+        "contiguous": run(Place.on_a_mesh(layout="contiguous")),
+        "ulysses": run(two_by_two, schedule="ulysses"),
+        "accumulated": run(two_by_two, batches_a_step=2),
+        "checkpointed": run(two_by_two, checkpoint_activations=True),
+        "three tokens on four ranks": run(Place.on_a_mesh(1, 4, length=3)),
+    }
+
+
+def test_every_rank_has_the_run_of_one_process():
+    for runs in lr.launch(every_run, ranks=4, timeout=110):
+        check(runs.pop("accumulated"), torch.float64, batches_a_step=2)
+        check(runs.pop("three tokens on four ranks"), torch.float64, length=3)
+        assert len(runs) == 4
+        for found in runs.values():
+            check(found, torch.float64)

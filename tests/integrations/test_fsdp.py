@@ -1,0 +1,71 @@
+"""FSDP2 over rings: the losses, and the weights, of one process, however parameters are dealt or recomputed."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.fsdp import fully_shard
+from training_runs import Place, Run, check, made, optimiser_of, trained, whole_parameters
+
+import longring as lr
+from longring.nn import DecoderLayer
+
+pytestmark = pytest.mark.processes
+
+
+def dealt(model, mesh, **options):
+    """The parameters of each layer apart, and those around them."""
+    for layer in model.stack.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def run(place, mesh, model=None, batches_a_step=1):
+    model = dealt(made(torch.float64) if model is None else model, mesh)
+
+    @contextmanager
+    def not_yet(is_last):
+        model.set_requires_gradient_sync(is_last)
+        yield
+
+    losses = trained(place, model, optimiser_of(model), batches_a_step=batches_a_step, not_yet=not_yet)
+    return Run(losses, whole_parameters(model))
+
+
+def recomputed(**how):
+    model = made(torch.float64)
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=lambda module: checkpoint_wrapper(module, **how),
+        check_fn=lambda module: isinstance(module, DecoderLayer),
+    )
+    return model
+
+
+def every_run():
+    torch.set_num_threads(1)
+    place = Place.on_a_mesh()
+    everywhere = place.mesh._flatten("everywhere")
+    return {
+        "over all ranks": run(place, everywhere),
+        "within rings, replicated over data": run(place, place.mesh),
+        "accumulated": run(place, everywhere, batches_a_step=2),
+        "checkpointed by the model": run(place, everywhere, made(torch.float64, checkpoint_activations=True)),
+        "checkpointed from outside": run(place, everywhere, recomputed()),
+        "checkpointed by reentering": run(place, everywhere, recomputed(checkpoint_impl=CheckpointImpl.REENTRANT)),
+    }
+
+
+def test_every_rank_has_the_run_of_one_process():
+    for runs in lr.launch(every_run, ranks=4, timeout=110):
+        check(runs.pop("accumulated"), torch.float64, batches_a_step=2)
+        assert len(runs) == 5
+        for found in runs.values():
+            check(found, torch.float64)

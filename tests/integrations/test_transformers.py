@@ -1,0 +1,455 @@
+"""attn_implementation="longring": what stock models compute by it is what they compute by sdpa."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    StaticCache,
+    T5Config,
+    T5EncoderModel,
+    ViTConfig,
+    ViTModel,
+)
+from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
+
+import longring as lr
+from hugging import (
+    BATCH,
+    DOCUMENTS,
+    LENGTH,
+    LENGTHS,
+    MODELS,
+    SIZES,
+    VOCABULARY,
+    WINDOW,
+    Case,
+    check,
+    inputs,
+    model,
+    of_a_rank,
+    of_one_process,
+    padding,
+    restarting,
+    tokens,
+)
+from longring.integrations.transformers import attend, register, shard_batch, sharded
+from longring.nn.loss import cross_entropy
+from longring.testing import run_ranks
+from longring.testing.budgets import SLACK, distance
+
+DATA = ["plain", "padded", "packed"]
+
+
+# ------------------------------------------------------------------------------------------------------- one process
+
+
+@pytest.mark.parametrize(("name", "data"), [case for case in product(MODELS, DATA) if case != ("bert", "packed")])
+def test_in_one_process_it_is_sdpa(name, data):
+    """BERT takes documents only as a mask given as a tensor, or from `sharded`."""
+    check([of_one_process(Case(name, data), "longring")], of_one_process(Case(name, data)), data)
+
+
+GENERATE = {"max_new_tokens": 2 * WINDOW, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "mixed", "gpt_neox"])
+def test_prefill_and_decoding_with_a_cache(name):
+    """Past the window too, whose cache forgets."""
+    made = [model(name, attention).eval() for attention in ("longring", "sdpa")]
+    logits = [torch.stack(each.generate(tokens()[:, : WINDOW - 2], **GENERATE).logits) for each in made]
+    torch.testing.assert_close(*logits, rtol=1e-10, atol=1e-12)
+
+
+def test_static_caches_are_refused_where_masks_are_made_in_advance():
+    with pytest.raises(lr.NotBuilt, match="generating with a static cache is not built"):
+        model("llama", "longring").eval().generate(tokens(), **GENERATE, cache_implementation="static")
+
+
+def test_a_prompt_in_several_parts():
+    logits = []
+    for attention in ("longring", "sdpa"):
+        made, parts = model("mistral", attention).eval(), []
+        cache = StaticCache(made.config, max_cache_len=LENGTH)
+        for part in tokens().split([11, 1, 9, 8], dim=1):
+            parts.append(made(part, past_key_values=cache, use_cache=True).logits)
+        logits.append(torch.cat(parts, 1))
+    torch.testing.assert_close(*logits, rtol=1e-10, atol=1e-12)
+
+
+def test_a_decoder_that_looks_at_an_encoder():
+    register()
+    states, ids = torch.randn(BATCH, 13, 24), tokens()
+    seen = torch.ones(BATCH, 13, dtype=torch.long)
+    seen[1, 6:] = 0
+    logits = []
+    for attention in ("longring", "sdpa"):
+        torch.manual_seed(0)
+        config = BertConfig(**SIZES, is_decoder=True, add_cross_attention=True, pad_token_id=None)
+        made = BertLMHeadModel._from_config(config, attn_implementation=attention).eval()
+        logits.append(made(ids, encoder_hidden_states=states, encoder_attention_mask=seen).logits)
+    torch.testing.assert_close(*logits)
+
+
+def test_models_that_never_ask_for_a_mask():
+    register()
+    image, seen = torch.randn(2, 3, 16, 16), []
+    for attention in ("longring", "sdpa"):
+        torch.manual_seed(0)
+        config = ViTConfig(hidden_size=24, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=4)
+        seen.append(ViTModel._from_config(config, attn_implementation=attention).eval()(image).last_hidden_state)
+    torch.testing.assert_close(*seen)
+
+
+def test_a_decoder_can_look_both_ways():
+    made = [model("mistral", attention).eval() for attention in ("longring", "sdpa")]
+    both = [each(tokens(), attention_mask=padding(), is_causal=False).logits for each in made]
+    torch.testing.assert_close(*both, rtol=1e-10, atol=1e-12)
+    assert not torch.allclose(both[1], made[1](tokens(), attention_mask=padding()).logits)
+
+
+def test_a_model_can_change_over():
+    made = model("llama", "sdpa").eval()
+    want = made(tokens()).logits
+    made.set_attn_implementation("longring")
+    torch.testing.assert_close(made(tokens()).logits, want, rtol=1e-10, atol=1e-12)
+
+
+# -------------------------------------------------------------------------------------------------------- over ranks
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_have_the_logits_loss_and_gradients_of_one_process(name, data, layout):
+    case = Case(name, data, layout)
+    check(run_ranks(3, lambda group: of_a_rank(case, group)), of_one_process(case), case.name)
+
+
+def test_any_layout():
+    case = Case("llama", layout="striped")
+    check(run_ranks(2, lambda group: of_a_rank(case, group)), of_one_process(case), case.name)
+
+
+def test_float32_within_twice_the_error_of_sdpa():
+    """The yardstick is sdpa in float32 against the same model in float64."""
+    case = Case("llama", dtype=torch.float32)
+    exact, rough = of_one_process(replace(case, dtype=torch.float64)), of_one_process(case)
+    parts = run_ranks(4, lambda group: of_a_rank(case, group))
+    for name, want in {"logits": exact.logits, **exact.gradients}.items():
+        is_logits = name == "logits"
+        near = rough.logits if is_logits else rough.gradients[name]
+        got = parts[0].logits if is_logits else sum(part.gradients[name].double() for part in parts)
+        allowed = SLACK * distance(near, want) + torch.finfo(torch.float32).eps * float(want.norm())
+        assert distance(got, want) <= allowed, name
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_layers_are_recomputed_outside_of_sharded(monkeypatch, reentrant):
+    """The backward repeats the forward's messages, in the same order on all ranks."""
+    case, kind = Case("mistral", "packed", checkpointing=True), MODELS["mistral"][0]
+    enable, options = kind.gradient_checkpointing_enable, {"use_reentrant": reentrant}
+    monkeypatch.setattr(kind, "gradient_checkpointing_enable", lambda made: enable(made, options))
+    check(run_ranks(3, lambda group: of_a_rank(case, group)), of_one_process(case), reentrant)
+
+
+def whole_model_recomputed(group, *, backward_within):
+    s = lr.Sharding(LENGTH, group)
+    made, batch = model("llama", "longring"), shard_batch(tokens(), s)
+
+    def forward(ids):
+        return made(ids, position_ids=batch.inputs["position_ids"], use_cache=False).logits
+
+    with sharded(batch):
+        logits = checkpoint(forward, batch.inputs["input_ids"], use_reentrant=False)
+        loss = cross_entropy(logits, batch.targets, sharding=s)
+        if backward_within:
+            loss.backward()
+    if not backward_within:
+        loss.backward()
+    return made.model.embed_tokens.weight.grad
+
+
+def test_a_whole_model_is_recomputed_within_sharded_or_refused():
+    want = of_one_process(Case("llama")).gradients["model.embed_tokens.weight"]
+    parts = run_ranks(2, lambda group: whole_model_recomputed(group, backward_within=True))
+    torch.testing.assert_close(sum(parts), want, rtol=1e-10, atol=1e-12)
+    with pytest.raises(lr.NotBuilt, match="recomputed in the backward outside of `sharded`"):
+        run_ranks(2, lambda group: whole_model_recomputed(group, backward_within=False))
+
+
+def test_contexts_nest_and_end():
+    def program(group):
+        made = model("llama", "longring").eval()
+        whole, part = lr.Sharding(LENGTH, group), lr.Sharding(11, group, "contiguous")
+        first, second = shard_batch(tokens(), whole), shard_batch(tokens()[:, :11], part)
+        with sharded(first):
+            before = made(**first.inputs).logits
+            with sharded(second):
+                inner = made(**second.inputs).logits
+            with pytest.raises(lr.LayoutError), sharded(second):
+                made(**first.inputs)
+            after = made(**first.inputs).logits
+        assert torch.equal(before, after)
+        return whole.unshard(after), part.unshard(inner), made(tokens()).logits
+
+    want = model("llama", "sdpa").eval()
+    outer, inner, alone = run_ranks(2, program)[1]
+    torch.testing.assert_close(outer, want(tokens()).logits, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(inner, want(tokens()[:, :11]).logits, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(alone, want(tokens()).logits, rtol=1e-10, atol=1e-12)
+
+
+def test_prefill_over_ranks_fills_their_caches_and_decoding_is_refused():
+    def program(group):
+        s = lr.Sharding(LENGTH, group, "contiguous")
+        made, batch = model("llama", "longring").eval(), shard_batch(tokens(), s)
+        with sharded(batch):
+            found = made(**batch.inputs, use_cache=True)
+            assert found.past_key_values.get_seq_length() == s.local_length
+            with pytest.raises(lr.NotBuilt, match=r"decoding over a group .* behind 1[45] cached tokens"):
+                made(tokens()[:, :1], past_key_values=found.past_key_values)
+        return s.unshard(found.logits)
+
+    want = model("llama", "sdpa").eval()(tokens()).logits
+    torch.testing.assert_close(run_ranks(2, program)[0], want, rtol=1e-10, atol=1e-12)
+
+
+def test_a_sharding_alone_is_told_documents_and_lengths():
+    def program(group):
+        s = lr.Sharding(LENGTH, group)
+        made, batch = model("llama", "longring").eval(), shard_batch(tokens(), s, documents=DOCUMENTS)
+        with sharded(s, documents=DOCUMENTS, schedule="gather", kernel="reference", deterministic=True):
+            packed = s.unshard(made(**batch.inputs).logits)
+        batch = shard_batch(tokens(), s)
+        with sharded(s, lengths=LENGTHS):
+            return packed, s.unshard(made(**batch.inputs, attention_mask=s.shard(padding())).logits)
+
+    made = model("llama", "sdpa").eval()
+    packed, padded = run_ranks(2, program)[0]
+    torch.testing.assert_close(packed, made(tokens(), **inputs(Case("llama", "packed"))).logits, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(padded, made(tokens(), attention_mask=padding()).logits, rtol=1e-10, atol=1e-12)
+
+
+# ------------------------------------------------------------------------------------------------ dealing a batch
+
+
+def test_a_batch_is_dealt_with_its_positions_and_targets():
+    ids = torch.arange(10).repeat(2, 1)
+
+    def program(group):
+        s = lr.Sharding(10, group, "contiguous")
+        batch = shard_batch(ids, s, documents=[[0, 4, 10], [0, 10]])
+        return batch.inputs["input_ids"].tolist(), batch.inputs["position_ids"].tolist(), batch.targets.tolist()
+
+    first, second = run_ranks(2, program)
+    assert first == ([[0, 1, 2, 3, 4]] * 2, [[0, 1, 2, 3, 0], [0, 1, 2, 3, 4]], [[1, 2, 3, -100, 5], [1, 2, 3, 4, 5]])
+    ends = [6, 7, 8, 9, -100]  # the first rank's last token has predicted what the second rank holds first
+    assert second == ([[5, 6, 7, 8, 9]] * 2, [[1, 2, 3, 4, 5], [5, 6, 7, 8, 9]], [ends] * 2)
+
+
+def test_padding_is_neither_predicted_nor_predicts_and_labels_may_differ_from_tokens():
+    ids, s = torch.arange(4).unsqueeze(0), lr.Sharding(4)
+    batch = shard_batch(ids, s, attention_mask=torch.tensor([[1, 1, 1, 0]]))
+    assert (batch.lengths, batch.targets.tolist()) == ((3,), [[1, 2, -100, -100]])
+    assert shard_batch(ids, s, labels=torch.tensor([[-100, -100, 7, 8]])).targets.tolist() == [[-100, 7, 8, -100]]
+
+
+# -------------------------------------------------------------------------------------------------- what is refused
+
+
+def hole():
+    mask = torch.ones_like(tokens())
+    mask[1, 4] = 0
+    return mask
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"attention_mask": padding().flip(1)}, lr.NotBuilt, r"row 1 before its tokens \(left padding\)"),
+        ({"attention_mask": hole()}, lr.NotBuilt, "row 1 between its tokens"),
+        ({"attention_mask": torch.ones(BATCH, 1, LENGTH, LENGTH)}, lr.NotBuilt, "a tensor of shape"),
+        ({"output_attentions": True}, lr.NotBuilt, "output_attentions: returning the attention weights"),
+        ({"head_mask": torch.ones(4)}, lr.NotBuilt, "head_mask: a mask over heads"),
+        ({"temperature_of_attention": 2.0}, lr.NotBuilt, "temperature_of_attention: it is not known"),
+        ({"position_ids": restarting()}, lr.PatternError, "restart within a row"),
+        ({"position_ids": restarting(), "attention_mask": padding()}, lr.PatternError, "use_cache=False"),
+        ({"cu_seq_lens_q": torch.tensor([0, 5, LENGTH])}, lr.PatternError, "cu_seq_lens_q tells of packed documents"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(options, error, said):
+    with pytest.raises(error, match=said):
+        model("llama", "longring").eval()(tokens(), **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), [("llama", {"attention_dropout": 0.1}), ("bert", {"attention_probs_dropout_prob": 0.1})]
+)
+def test_dropout_is_refused_in_training_alone(name, changes):
+    made = model(name, "longring", **changes)
+    with pytest.raises(lr.NotBuilt, match=r"dropout=0\.1: dropout of attention weights is not built"):
+        made(tokens())
+    made.eval()(tokens())
+
+
+def test_softcaps_and_sinks_and_biases_are_refused():
+    register()
+    small = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": None}
+    with pytest.raises(lr.NotBuilt, match="softcap"):
+        Gemma2ForCausalLM._from_config(Gemma2Config(**small), attn_implementation="longring").eval()(tokens())
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    with pytest.raises(lr.NotBuilt, match="attention sinks"):
+        GptOssForCausalLM._from_config(GptOssConfig(**small, **experts), attn_implementation="longring").eval()(
+            tokens()
+        )
+    config = T5Config(vocab_size=VOCABULARY, d_model=24, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    with pytest.raises(lr.NotBuilt, match="bias"):
+        T5EncoderModel._from_config(config, attn_implementation="longring").eval()(tokens())
+
+
+def test_mask_functions_that_nobody_here_knows_are_refused():
+    made = model("llama", "longring")
+    about = (made.config, torch.zeros(1, LENGTH, 24), None, None)
+    for changes in ("or_mask_function", "and_mask_function"):
+        with pytest.raises(lr.NotBuilt, match=r"or_masks|a function of its own \(.*<lambda>"):
+            create_causal_mask(*about, **{changes: lambda b, h, q, k: q == k})
+    made.config.attention_chunk_size = 8
+    with pytest.raises(lr.NotBuilt, match="chunked_overlay"):
+        create_chunked_causal_mask(*about)
+
+
+def test_a_mask_is_for_the_lengths_it_was_made_for():
+    mask = create_causal_mask(model("llama", "longring").config, torch.zeros(1, LENGTH, 24), None, None)
+    q = torch.zeros(1, 4, 5, 8)
+    with pytest.raises(lr.LayoutError, match=f"5 queries and 5 keys, but its mask was made for {LENGTH} and {LENGTH}"):
+        attend(torch.nn.Module(), q, q, q, mask)
+    whole = torch.zeros(1, 4, LENGTH, 8)
+    with pytest.raises(lr.NotBuilt, match="is_causal=False, but the model's mask is for causal=True"):
+        attend(torch.nn.Module(), whole, whole, whole, mask, is_causal=False)
+    with pytest.raises(lr.NotBuilt, match="sliding_window=3, but the model's mask is for the window None"):
+        attend(torch.nn.Module(), whole, whole, whole, mask, sliding_window=3)
+
+
+def test_without_a_mask_what_is_not_said_is_not_guessed():
+    q, k = torch.zeros(1, 4, 5, 8), torch.zeros(1, 4, 9, 8)
+    with pytest.raises(lr.NotBuilt, match="causal attention of 5 queries over 9 keys without a mask"):
+        attend(torch.nn.Module(), q, k, k, None)
+    with pytest.raises(lr.NotBuilt, match="sliding window of 3 without a mask"):
+        attend(torch.nn.Module(), k, k, k, None, sliding_window=3)
+    with pytest.raises(lr.NotBuilt, match="Module attends without asking"), sharded(lr.Sharding(9)):
+        attend(torch.nn.Module(), k, k, k, None, is_causal=False)
+
+
+# ------------------------------------------------------------------------------ what contradicts how data is dealt
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "said"),
+    [
+        ("contiguous", {"position_ids": None}, "rank 1: token 0 of row 0 has position id 0, but .* the one at 15"),
+        ("zigzag", {"position_ids": None}, "has position id"),
+        ("zigzag", {"position_ids": None, "use_cache": True}, "has position id"),
+        ("contiguous", {"position_ids": restarting()}, "told of no document"),
+        ("contiguous", {"input_ids": tokens(), "position_ids": None}, f"is given {LENGTH} tokens"),
+        ("contiguous", {"attention_mask": padding()}, f"hold {LENGTH} tokens"),
+    ],
+)
+def test_inputs_that_were_dealt_otherwise_are_refused(layout, changes, said):
+    """Forgotten position ids begin at 0 on every rank."""
+
+    def program(group):
+        s = lr.Sharding(LENGTH, group, layout)
+        batch = shard_batch(tokens(), s)
+        given = {"use_cache": False, **batch.inputs, **changes}
+        if changes.get("position_ids") is not None:
+            given["position_ids"] = given["position_ids"][:, : s.local_length]
+        with sharded(batch, timeout=20.0):
+            model("llama", "longring")(**given)
+
+    with pytest.raises(lr.LayoutError, match=said):
+        run_ranks(2, program)
+
+
+def test_padding_that_sharded_was_not_told_of_is_refused():
+    def program(group):
+        s = lr.Sharding(LENGTH, group, "contiguous")
+        batch = shard_batch(tokens(), s)
+        with sharded(batch, timeout=20.0):
+            model("llama", "longring")(**batch.inputs, attention_mask=s.shard(padding()))
+
+    with pytest.raises(lr.PatternError, match="rank 1: attention_mask says otherwise than the lengths of `sharded`"):
+        run_ranks(2, program)
+
+
+def test_what_sharded_cannot_use_is_refused():
+    s = lr.Sharding(LENGTH)
+    batch = shard_batch(tokens(), s)
+    for error, said, attempt in [
+        (lr.ArgumentError, "takes a longring.Sharding", lambda: sharded(tokens())),
+        (lr.ArgumentError, "knows its documents", lambda: sharded(batch, documents=DOCUMENTS)),
+        (lr.PatternError, f"end at the {LENGTH} tokens", lambda: sharded(s, documents=[0, 4])),
+        (TypeError, "argument 'layout'", lambda: sharded(s, layout="zigzag")),
+    ]:
+        with pytest.raises(error, match=said), attempt():
+            pass
+    with pytest.raises(lr.PatternError, match="each of 2 rows"), sharded(s, lengths=[4]):
+        model("llama", "longring")(**batch.inputs)
+
+
+def test_every_rank_needs_a_token():
+    def program(group):
+        with sharded(lr.Sharding(2, group, "contiguous")):
+            pass
+
+    with pytest.raises(lr.LayoutError, match="deals 2 tokens to 3 ranks, of which some get none"):
+        run_ranks(3, program)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"documents": [0, 4]}, f"end at the {LENGTH} keys"),
+        ({"attention_mask": padding().flip(1)}, "left padding"),
+        ({"attention_mask": padding()[:1]}, r"attention_mask must be \[2, 29\] as input_ids are, got \[1, 29\]"),
+        ({"labels": tokens()[:, 1:]}, "labels must be"),
+    ],
+)
+def test_batches_that_contradict_themselves_are_refused(options, said):
+    with pytest.raises(lr.ArgumentError, match=said):
+        shard_batch(tokens(), lr.Sharding(LENGTH), **options)
+
+
+# ------------------------------------------------------------------------------------------------- what is imported
+
+
+def said_by(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+
+
+def test_unregistered_transformers_refuses_the_name():
+    done = said_by(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        f"LlamaForCausalLM._from_config(LlamaConfig(**{SIZES}), attn_implementation='longring')"
+    )
+    assert 'Specified `attn_implementation="longring"` is not supported' in done.stderr
+
+
+def test_without_transformers_its_name_and_remedy_are_said():
+    done = said_by("import sys; sys.modules['transformers'] = None\nimport longring.integrations.transformers")
+    assert "needs transformers of 5.0 or later; install it with: pip install 'longring[transformers]'" in done.stderr
+    assert (
+        said_by("import longring, longring.integrations, sys; assert 'transformers' not in sys.modules").returncode == 0
+    )
