@@ -1,0 +1,100 @@
+"""DeepSpeed's ZeRO over rings: the losses, and the weights, of one process, for every stage and over its own groups."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from contextlib import suppress
+
+import pytest
+import torch
+import torch.distributed as dist
+from training_runs import STEPS, Place, Run, check, made, optimiser_of
+
+import longring as lr
+from longring.integrations.deepspeed import backward
+
+pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.processes
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": 0.0,  # its default is 1
+    "zero_allow_untested_optimizer": True,  # SGD
+}
+
+
+def deepspeed_of_torch():
+    """Without its own all-reduce of the CPU, which it would compile first, for a minute or two."""
+    warnings.simplefilter("ignore")
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__ = {}
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    return deepspeed
+
+
+def run(place, stage, *, batches_a_step=1, options=None, **words):
+    deepspeed = deepspeed_of_torch()
+    model = made(torch.float32, **(options or {}))
+    zero = {"stage": stage} | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {})
+    config = {**CONFIG, "zero_optimization": zero, "gradient_accumulation_steps": batches_a_step}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimiser_of(model), config=config, **words)
+    losses = []
+    for number in range(STEPS * batches_a_step):
+        loss = place.loss(engine, number)
+        backward(engine, loss, group=place.mesh)
+        engine.step()
+        losses.append(loss.item())
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
+        return Run(losses, {name: value.detach().clone() for name, value in model.named_parameters()})
+
+
+def every_run():
+    torch.set_num_threads(1)
+    place = Place.on_a_mesh()
+    found = {f"ZeRO {stage}": run(place, stage) for stage in (0, 1, 2, 3)}
+    found["accumulated"] = run(place, 2, batches_a_step=2)
+    found["ZeRO 3, checkpointed"] = run(place, 3, options={"checkpoint_activations": True})
+    return found
+
+
+def test_every_rank_has_the_run_of_one_process():
+    for runs in lr.launch(every_run, ranks=4, timeout=110):
+        check(runs.pop("accumulated"), torch.float32, batches_a_step=2)
+        assert len(runs) == 5
+        for found in runs.values():
+            check(found, torch.float32)
+
+
+def over_groups_of_its_own():
+    """A ring over the group that DeepSpeed made for sequence parallelism; it then sums gradients over that."""
+    torch.set_num_threads(1)
+    deepspeed_of_torch().init_distributed("gloo")
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp as groups
+
+    groups.initialize_sequence_parallel(2)
+    mesh = Place.on_a_mesh().mesh
+    place = Place(mesh, lr.Sharding(29, groups.get_sequence_parallel_group()))
+    found = [run(place, stage, mpu=groups) for stage in (1, 2, 3)]
+    with suppress(KeyError):
+        found.append(run(place, 0, mpu=groups))
+    return found
+
+
+def test_its_sequence_parallel_group_is_a_ring():
+    for runs in lr.launch(over_groups_of_its_own, ranks=4, timeout=110):
+        assert len(runs) == 4
+        for found in runs:
+            check(found, torch.float32)
+
+
+def with_a_mesh_of_its_own():
+    torch.set_num_threads(1)
+    with pytest.raises(lr.ArgumentError, match=r"reduces gradients over \[., .\] alone, without \[., .\]"):
+        run(Place.on_a_mesh(), 1, mesh_param=(2, 2))
+    return dist.get_rank()
+
+
+def test_a_reduction_that_leaves_ranks_out_is_refused():
+    assert lr.launch(with_a_mesh_of_its_own, ranks=4, timeout=110) == [0, 1, 2, 3]
