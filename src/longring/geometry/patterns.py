@@ -215,14 +215,18 @@ class Dilated:
         return span.up_to(last) if self.causal else span
 
     def groups(self, problem: Problem, near: Shard) -> Iterator[Group]:
-        for w, r in self.branches:
-            by_phase = phases(problem.kv_heads, r, self.phase)
+        for number, (w, r) in enumerate(self.branches):
+            by_phase = self._phases(problem.kv_heads, number)
             for batch, segment, key_stop in self._segments(problem, near, w):
                 for phase, heads in by_phase.items():
                     queries = range(segment.start + phase, segment.stop, r)
                     keys = range(segment.start + phase, min(segment.stop, key_stop), r)
                     if keys:
                         yield Group(batch, heads, queries, keys, None, 0 if self.causal else None)
+
+    def _phases(self, kv_heads: int, number: int) -> dict[int, range]:
+        """For every phase in the branch of this number, the kv heads that have it."""
+        return phases(kv_heads, self.dilation_rates[number], self.phase)
 
     def _segments(self, problem: Problem, near: Shard, w: int) -> Iterator[tuple[range, range, int]]:
         """(batch rows, segment, where its keys end). Without documents a query may stand behind the last key."""

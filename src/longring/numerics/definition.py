@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PatternError
+from ..geometry.head_split import HeadSplit
 from ..geometry.patterns import Dense, Dilated, Pattern, Problem
 
 
@@ -70,11 +71,20 @@ def _dilated_counts(pattern: Dilated, problem: Problem, i: Tensor, j: Tensor) ->
     if pattern.causal:
         together = (j <= i) & together
     total = torch.zeros(1, 1, 1, 1, dtype=torch.long)
-    for w, r in pattern.branches:
+    for number, (w, r) in enumerate(pattern.branches):
         phase = heads % r if pattern.phase == "mod" else heads // -(-problem.kv_heads // r)
+        here: Tensor | bool = True
+        if isinstance(pattern, HeadSplit):
+            phase, here = number % r, _branch_of_each(problem.kv_heads, len(pattern.branches)) == number
         kept_i, kept_j = i % w % r == phase, j % w % r == phase
-        total = total + (kept_i & kept_j & (i // w == j // w) & together).long()
+        total = total + (kept_i & kept_j & (i // w == j // w) & together & here).long()
     return total
+
+
+def _branch_of_each(kv_heads: int, branches: int) -> Tensor:
+    """The branch of each kv head: a run of heads for every branch, the first runs longer by one."""
+    runs = [kv_heads // branches + (number < kv_heads % branches) for number in range(branches)]
+    return torch.arange(branches).repeat_interleave(torch.tensor(runs)).view(1, -1, 1, 1)
 
 
 def _document_starts(documents: tuple[tuple[int, ...], ...], positions: Tensor) -> Tensor:
