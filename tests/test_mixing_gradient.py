@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 import torch
 
 import longring as lr
+from longring.branches import Part, mixed
 from longring.testing import Result, relative_error, run_ranks
 from longring.testing.budgets import distance
 from mixing import Ask, allowed, answer, answers, detached, together
@@ -91,6 +93,17 @@ def test_rows_that_nobody_keeps_are_zero_and_never_nan():
     answer(ask)  # warned about once: again would be an error here
 
 
+def test_no_branch_is_given_nan_for_a_gradient():
+    """Not even where its kernel would not look."""
+    out, lse = torch.zeros(2, 1, 3, 1, 4), torch.tensor([[[[0.5, -torch.inf, 1.0]]], [[[2.0, -torch.inf, -torch.inf]]]])
+    parts = [Part(*(x.clone().requires_grad_() for x in pair)) for pair in zip(out, lse, strict=True)]
+    found = mixed(parts)
+    leaves = [x for part in parts for x in part]
+    gradients = torch.autograd.grad(found, leaves, [torch.ones_like(x) for x in found])
+    assert all(x.isfinite().all() for x in gradients)
+    assert found.lse[0, 0, 1] == -torch.inf
+
+
 def test_out_and_lse_have_the_promised_dtypes():
     for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64,) * 2):
         q, k, v = Ask({}, dtype=dtype).whole()[:3]
@@ -114,10 +127,10 @@ def test_fewer_queries_than_keys():
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_ranks_give_what_one_process_gives(ranks, layout):
-    for schedule in ("auto", "ring", "bidirectional", "exchange", "gather", "ulysses"):
-        for pattern in ("causal", "nothing divides", "rows that nobody keeps"):
-            ask = Ask({**PATTERNS[pattern], **DETACHED}, layout=layout, schedule=schedule)
-            check(together(ask, run_ranks(ranks, lambda group, ask=ask: answer(ask, group))), ask)
+    schedules = ("auto", "ring", "bidirectional", "exchange", "gather", "ulysses")
+    for schedule, pattern in zip(schedules, cycle(("causal", "nothing divides", "rows that nobody keeps"))):
+        ask = Ask({**PATTERNS[pattern], **DETACHED}, layout=layout, schedule=schedule)
+        check(together(ask, run_ranks(ranks, lambda group, ask=ask: answer(ask, group))), ask)
 
 
 def test_more_ranks_than_tokens():

@@ -226,6 +226,12 @@ def test_outputs_that_the_released_code_misplaces(causal):
     lr.dilated_attention(Q[:, :6], Q[:, :6], Q[:, :6], **words)  # one segment: nothing comes late
 
 
+def test_nothing_is_computed_before_all_branches_are_looked_at(monkeypatch):
+    monkeypatch.setattr("longring.functional.ExactAttention.apply", lambda *args: pytest.fail("computed"))
+    with pytest.raises(lr.PatternError, match="segments of 6 at rate 4"):
+        lr.dilated_attention(Q, Q, Q, segment_lengths=[8, 6], dilation_rates=[1, 4], **COMPAT)
+
+
 def test_no_tensor_at_all():
     with pytest.raises(lr.ArgumentError, match="q must be a tensor, got NoneType"):
         lr.dilated_attention(None, Q, Q, **GOOD, **COMPAT)

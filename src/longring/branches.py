@@ -121,7 +121,7 @@ class ReleasedBranch(Branch):
         phase = torch.tensor([[f] for f, heads in blocks.items() for _ in heads], device=positions.device)
         start = positions // w * w
         real = ((n - start).clamp(max=w) - phase + r - 1) // r
-        return -(-w // r) - real.clamp(min=0)
+        return -(-w // r) - real
 
 
 def released_branches(pattern: Dilated, q: Tensor) -> list[ReleasedBranch]:
