@@ -120,6 +120,27 @@ def test_fewer_queries_than_keys():
     torch.testing.assert_close(lr.dilated_attention(q[:, -5:], k, v, **words, **DETACHED), want)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize(
+    "words",
+    [DETACHED, {**DETACHED, "return_lse": True}, {"compat": "torchscale"}, {"compat": "torchscale", "causal": False}],
+    ids=str,
+)
+def test_compiled_without_a_graph_break(words):
+    q, k, v = (x.requires_grad_() for x in Ask({}, n=13, heads=4, kv_heads=4).whole()[:3])
+
+    def attend(q, k, v):
+        return lr.dilated_attention(q, k, v, **PATTERNS["causal"], **words)
+
+    def results(function):
+        found = function(q, k, v)
+        found = found if isinstance(found, tuple) else (found,)
+        return *found, *torch.autograd.grad(found, (q, k, v), [torch.ones_like(x) for x in found])
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    assert all(torch.equal(*pair) for pair in zip(results(compiled), results(attend), strict=True))
+
+
 # ---------------------------------------------------------------------------------------------------- over ranks
 
 

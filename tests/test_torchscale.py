@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import longring as lr
+from longring.branches import released_branches
+from longring.geometry.patterns import Problem
 from longring.testing import Result, relative_error, run_ranks
 from longring.testing.budgets import distance
 from mixing import Ask, allowed, answer, answers, released, together, zero_keys
@@ -224,6 +226,15 @@ def test_outputs_that_the_released_code_misplaces(causal):
     with pytest.raises(lr.PatternError, match=r"segments of 6 at rate 4 over 20 tokens: .* 4 segments to 8 .* i \* 2"):
         lr.dilated_attention(Q, Q, Q, **words)
     lr.dilated_attention(Q[:, :6], Q[:, :6], Q[:, :6], **words)  # one segment: nothing comes late
+
+
+def test_the_branches_of_prov_gigapath():
+    """Whose fourth segments are no multiple of their rate: fine for one of them, which is 185,363 tokens."""
+    pattern = lr.Dilated([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16], causal=False, phase="block")
+    branch, *_ = released_branches(pattern, torch.empty(1, 1, 16, 48))
+    branch.check(Problem(1, 185_363, 185_363, 16, 0))
+    with pytest.raises(lr.PatternError, match="segments of 185363 at rate 8 over 185364 tokens"):
+        branch.check(Problem(1, 185_364, 185_364, 16, 0))
 
 
 def test_nothing_is_computed_before_all_branches_are_looked_at(monkeypatch):

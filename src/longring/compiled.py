@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from .autograd import Job, attended, differentiated, refuse_second_derivative
+from .branches import Branch, ReleasedBranch
 from .call import Options, check_tensors, prepare
 from .errors import ArgumentError
 from .geometry.patterns import Dense, Dilated, Pattern
@@ -109,7 +110,7 @@ def _job(q: Tensor, k: Tensor, v: Tensor, call: str, whole: Sequence[int], real:
 # --------------------------------------------------------------------------------------------- calls, as text
 
 FIELDS = {
-    **{kind: tuple(field.name for field in fields(kind)) for kind in (Dense, Dilated)},
+    **{kind: tuple(field.name for field in fields(kind)) for kind in (Dense, Dilated, Branch, ReleasedBranch)},
     Sharding: ("length", "layout"),  # one rank holds all there is
     Options: Options._fields,
 }
