@@ -165,7 +165,9 @@ def test_initial_values_of_a_decoder():
 def test_initial_values_of_longnet():
     torch.manual_seed(0)
     config = LongNetConfig(vocab_size=500, dim=128, layers=8, heads=4, **BRANCHES)
-    for model in (LongNetLM(config), LongNet(config)):
+    reset = LongNet(config, device="meta").to_empty(device="cpu")
+    reset.reset_parameters()
+    for model in (LongNetLM(config), LongNet(config), reset):
         layer = model.stack.layers[3]
         gain = math.sqrt(math.log(16))
         q, _, v = layer.attention.projections

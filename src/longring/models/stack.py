@@ -136,7 +136,7 @@ def normal_weights(model: nn.Module, layers: int, std: float = 0.02) -> None:
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
         if isinstance(module, Multihead):
-            for weight in module.projections:
+            for weight in module.projecting:
                 nn.init.normal_(weight, std=std)
             nn.init.normal_(module.out_proj.weight, std=narrow)
         if isinstance(module, FeedForward):

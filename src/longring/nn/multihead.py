@@ -105,24 +105,32 @@ class Multihead(nn.Module):
 
     def _reset_projections(self) -> None:
         """As torch does, draw for draw; or, with a gain, by MAGNETO: v and out by it, q and k by 1."""
-        if self.gain is not None:
-            q, k, v = self.projections
-            for weight, gain in ((q, 1.0), (k, 1.0), (v, self.gain), (self.out_proj.weight, self.gain)):
-                nn.init.xavier_normal_(weight, gain=gain)
-        else:
-            whole = (self.in_proj_weight,) if self.in_proj_weight is not None else self.projections
-            for weight in whole:
+        if self.gain is None:
+            for weight in self.projecting:
                 nn.init.xavier_uniform_(weight)
+        else:
+            gains = (1.0, 1.0, self.gain)
+            if self.in_proj_weight is not None:
+                _xavier_by_rows(self.in_proj_weight, self._widths, gains)
+            else:
+                for weight, gain in zip(self.projecting, gains, strict=True):
+                    nn.init.xavier_normal_(weight, gain=gain)
+            nn.init.xavier_normal_(self.out_proj.weight, gain=self.gain)
         if self.in_proj_bias is not None:
             nn.init.zeros_(self.in_proj_bias)
             nn.init.zeros_(self.out_proj.bias)
 
     @property
+    def projecting(self) -> list[nn.Parameter]:
+        """The parameters that make q, k and v: one, or three."""
+        found = (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        return [parameter for parameter in found if parameter is not None]
+
+    @property
     def projections(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The weights of q, k and v, which may be views of one."""
-        if self.in_proj_weight is None:
-            return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight  # type: ignore[return-value]
-        return self.in_proj_weight.split(self._widths)  # type: ignore[return-value]
+        """The weights of q, k and v, which may be views of one: to be read, since of a sharded one they are copies."""
+        weights = self.projecting if self.in_proj_weight is None else self.in_proj_weight.split(self._widths)
+        return tuple(weights)  # type: ignore[return-value]
 
     # ----------------------------------------------------------------------------------------------- computation
 
@@ -317,6 +325,19 @@ def magneto_gain(*, encoder_layers: int = 0, decoder_layers: int = 0, of: str = 
     if of == "decoder":
         return math.sqrt(math.log(3 * decoder_layers))
     return math.sqrt(math.log(3 * decoder_layers) * math.log(2 * encoder_layers) / 3)
+
+
+@torch.no_grad()
+def _xavier_by_rows(weight: Tensor, rows: tuple[int, ...], gains: tuple[float, ...]) -> None:
+    """Xavier's normal draws for several weights that lie one under the other in one, which FSDP may have sharded."""
+    stds = [gain * math.sqrt(2 / (outs + weight.shape[1])) for outs, gain in zip(rows, gains, strict=True)]
+    column = torch.tensor(stds).repeat_interleave(torch.tensor(rows)).unsqueeze(1).to(weight.device, weight.dtype)
+    if hasattr(weight, "device_mesh"):
+        from torch.distributed.tensor import DTensor, Replicate
+
+        mesh = weight.device_mesh  # type: ignore[attr-defined]
+        column = DTensor.from_local(column, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    weight.normal_().mul_(column)
 
 
 # ------------------------------------------------------------------------------------------------ who stands where
