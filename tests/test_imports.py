@@ -5,7 +5,8 @@ import sys
 
 import longring
 
-OPTIONAL = ("matplotlib", "typer", "rich", "transformers", "deepspeed", "triton", "hypothesis")
+FRAMEWORKS = ("accelerate", "deepspeed", "fairscale", "lightning", "transformers")
+OPTIONAL = ("matplotlib", "typer", "rich", "triton", "hypothesis", *FRAMEWORKS)
 
 
 def loaded_after(code: str) -> set[str]:
@@ -21,7 +22,7 @@ def test_importing_longring_imports_no_torch():
 
 
 def test_attention_needs_no_optional_package():
-    modules = loaded_after("import longring; longring.attention; longring.simulate; longring.Sharding")
+    modules = loaded_after("import longring as lr; lr.attention; lr.simulate; lr.Sharding; lr.nn; lr.models")
     torch_alone = loaded_after("import torch, torch.utils._python_dispatch, torch.distributed, torch.nn.functional")
     assert not (modules - torch_alone) & set(OPTIONAL)
 
@@ -29,4 +30,6 @@ def test_attention_needs_no_optional_package():
 def test_every_public_name_resolves():
     for name in longring._HOMES:
         assert getattr(longring, name).__name__ == name
-    assert set(longring._HOMES) <= set(dir(longring))
+    for room in longring._ROOMS:
+        assert getattr(longring, room).__name__ == f"longring.{room}"
+    assert {*longring._HOMES, *longring._ROOMS} <= set(dir(longring))

@@ -3,6 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import models as models
+    from . import nn as nn
     from .errors import ArgumentError as ArgumentError
     from .errors import Disagreement as Disagreement
     from .errors import KernelRefusal as KernelRefusal
@@ -56,16 +58,21 @@ _HOMES = {
 }
 
 
+_ROOMS = ("models", "nn")
+
+
 def __getattr__(name: str) -> Any:
     """Import on first use, so that planning and `--help` never wait for torch."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'longring' has no attribute {name!r}")
     from importlib import import_module
 
+    if name in _ROOMS:
+        return import_module(f".{name}", __name__)
+    if name not in _HOMES:
+        raise AttributeError(f"module 'longring' has no attribute {name!r}")
     value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_HOMES, *_ROOMS})
