@@ -69,14 +69,9 @@ def assert_same_bits(got, want):
 # ------------------------------------------------------------------------------------------- every kind of call
 
 
-@pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
-def test_every_pattern(pattern, return_lse):
-    function = partial(lr.attention, pattern=pattern, return_lse=return_lse)
-
-    def call(q, k, v):
-        return function(q, k, v)
-
+def test_every_pattern(pattern):
+    call = partial(lr.attention, pattern=pattern, return_lse=True)
     assert_same_bits(results(compiled(call), inputs()), results(call, inputs()))
 
 
@@ -85,6 +80,12 @@ CALLS = {
     "ring with documents": lambda q, k, v: lr.ring_attention(q, k, v, documents=[0, 4, 13], window=(2, None)),
     "dilated": lambda q, k, v: lr.dilated_attention(q, k, v, segment_lengths=[4, 8], dilation_rates=[1, 2]),
     "a pattern made inside": lambda q, k, v: lr.attention(q, k, v, pattern=lr.Dense(causal=False, lengths=[4, 13])),
+    "detached weights": lambda q, k, v: lr.dilated_attention(
+        q, k, v, segment_lengths=[4, 8], dilation_rates=[1, 2], mixing_gradient=False
+    ),
+    "as released": lambda q, k, v: lr.dilated_attention(
+        q, q, q, segment_lengths=[4, 8], dilation_rates=[1, 2], causal=False, compat="torchscale"
+    ),
     "lse alone": lambda q, k, v: lr.attention(q, k, v, return_lse=True)[1],
     "an offset": lambda q, k, v: lr.attention(q[:, :5], k, v, query_offset=3),
     "a cached prefix": lambda q, k, v: lr.attention(q[:, :5], k, v),
@@ -115,7 +116,7 @@ def test_sharding_of_one_rank():
     assert_same_bits(results(compiled(call), inputs()), results(call, inputs()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_every_dtype(dtype):
     call = partial(lr.attention, return_lse=True)
     assert_same_bits(results(compiled(call), inputs(dtype=dtype)), results(call, inputs(dtype=dtype)))
@@ -272,8 +273,7 @@ def test_under_autocast():
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
-def test_checkpointed(backend):
+def test_checkpointed():
     model, x = Layer(), hidden()
 
     class Checkpointed(torch.nn.Module):
@@ -285,7 +285,8 @@ def test_checkpointed(backend):
             return checkpoint(self.layer, checkpoint(self.layer, x, use_reentrant=False), use_reentrant=False)
 
     torch.testing.assert_close(
-        trained(compiled(Checkpointed(), backend), x), trained(torch.nn.Sequential(model, model), x)
+        trained(compiled(Checkpointed(), "aot_eager_decomp_partition"), x),
+        trained(torch.nn.Sequential(model, model), x),
     )
 
 

@@ -14,11 +14,12 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
+from torch._library.effects import EffectType
+from torch.library import CustomOpDef, custom_op
 
 from .autograd import Job, attended, differentiated, refuse_second_derivative
 from .branches import Branch, ReleasedBranch
@@ -28,93 +29,130 @@ from .geometry.patterns import Dense, Dilated, Pattern
 from .kernels.contract import Upstream
 from .numerics.online_softmax import accumulator_dtype
 from .sharding import Sharding
+from .transport.alone import Alone
+from .transport.process_group import ProcessGroupTransport
+from .transport.select import transport_named
 
 
-def can_be_spelled(options: Options) -> bool:
-    """Whether the call can become an operation: one that other ranks take part in is made at once."""
-    shardings = (s for s in (options.sharding, options.kv_sharding) if isinstance(s, Sharding))
-    return options.group is None and all(s.group is None for s in shardings)
+def can_be_spelled(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> bool:
+    """Whether the call can become an operation; one that cannot is made at once, and breaks the graph."""
+    shardings = [s for s in (options.sharding, options.kv_sharding) if isinstance(s, Sharding)]
+    if options.group is not None or (isinstance(pattern, Pattern) and type(pattern) not in NAMED):
+        return False
+    if all(isinstance(s.transport, Alone) for s in shardings):
+        return True
+    if _is_inside_a_region() or not all(isinstance(s.transport, ProcessGroupTransport) for s in shardings):
+        return False
+    # the others hear of a mistake when the call is made: while it is traced nobody listens
+    return all(isinstance(x, Tensor) and x.ndim == 4 for x in (q, k, v))
+
+
+@torch.compiler.assume_constant_result
+def _is_inside_a_region() -> bool:
+    """Whether the compiler reads the body of a checkpoint, a condition or a loop, which may run twice or not at all.
+
+    PyTorch (2.13) fails to recompute what has an effect.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        reader = InstructionTranslator.current_tx()
+    except AttributeError:  # nobody reads: torch.export runs the code itself
+        return False
+    return reader.output.current_tracer.parent is not None
 
 
 def traced(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> tuple[Tensor, Tensor]:
+    if isinstance(options.sharding, Sharding) and not isinstance(options.sharding.transport, Alone):
+        return OVER_RANKS.forward(q, k, v, *spelled_out(pattern, options))
     check_tensors(q, k, v)
-    return _attention(q, k, v, *spelled_out(pattern, options))
+    return HERE.forward(q, k, v, *spelled_out(pattern, options))
 
 
 # -------------------------------------------------------------------------------------------------- operations
 
-CALL = "str call, SymInt[] whole, float[] real"
 
-
-@custom_op(
-    "longring::attention",
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {CALL}) -> (Tensor out, Tensor lse)",
-)
-def _attention(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
     out, lse = attended(_job(q, k, v, *call), q, k, v)
     return out.contiguous(), lse
 
 
-@_attention.register_fake
-def _like_attention(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
+def _like_forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulator_dtype(q.dtype))
     return torch.empty_like(q, memory_format=torch.contiguous_format), lse
 
 
-@custom_op(
-    "longring::attention_backward",
-    mutates_args=(),
-    schema=f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, {CALL})"
-    " -> (Tensor dq, Tensor dk, Tensor dv)",
-)
-def _attention_backward(
+def _backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *call: Any
 ) -> tuple[Tensor, ...]:
     found = differentiated(_job(q, k, v, *call), Upstream(dout, dlse, out, lse), q, k, v)
     return tuple(gradient.contiguous() for gradient in found)
 
 
-@_attention_backward.register_fake
-def _like_attention_backward(
+def _like_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *call: Any
 ) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *ctx.call = inputs
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.set_materialize_grads(False)  # a gradient of lse that nobody has would cost a pass
-
-
-def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse = ctx.saved_tensors
-    dout = torch.zeros_like(out) if dout is None else dout
-    return *_attention_backward(dout, dlse, out, lse, q, k, v, *ctx.call), *(None for _ in ctx.call)
-
-
-def _second_derivative(ctx: Any, *gradients: Tensor | None) -> Any:
-    refuse_second_derivative()
-
-
-_attention.register_autograd(_gradients, setup_context=_keep)
-_attention_backward.register_autograd(_second_derivative)
-
-
 def _job(q: Tensor, k: Tensor, v: Tensor, call: str, whole: Sequence[int], real: Sequence[float]) -> Job:
-    pattern, options = _read(call, tuple(whole), tuple(real))
-    return prepare(q, k, v, pattern, options)
+    read = _read if RANKS in call else _read_once
+    return prepare(q, k, v, *read(call, tuple(whole), tuple(real)))
+
+
+class Operations(NamedTuple):
+    """Attention and its backward, as the dispatcher knows them."""
+
+    forward: CustomOpDef
+    backward: CustomOpDef
+
+
+CALL = "str call, SymInt[] whole, float[] real"
+TAKES = f"(Tensor q, Tensor k, Tensor v, {CALL}) -> (Tensor out, Tensor lse)"
+TAKES_BACK = (
+    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, {CALL})"
+    " -> (Tensor dq, Tensor dk, Tensor dv)"
+)
+
+
+def _operations(name: str) -> Operations:
+    forward = custom_op(f"longring::{name}", _forward, mutates_args=(), schema=TAKES)
+    backward = custom_op(f"longring::{name}_backward", _backward, mutates_args=(), schema=TAKES_BACK)
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, *ctx.call = inputs
+        ctx.save_for_backward(q, k, v, *output)
+        ctx.set_materialize_grads(False)  # a gradient of lse that nobody has would cost a pass
+
+    def gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        return *backward(dout, dlse, out, lse, q, k, v, *ctx.call), *(None for _ in ctx.call)
+
+    def second_derivative(ctx: Any, *gradients: Tensor | None) -> Any:
+        refuse_second_derivative()
+
+    forward.register_fake(_like_forward)
+    backward.register_fake(_like_backward)
+    forward.register_autograd(gradients, setup_context=keep)
+    backward.register_autograd(second_derivative)
+    return Operations(forward, backward)
+
+
+HERE = _operations("attention")
+OVER_RANKS = _operations("attention_over_ranks")
+for _operation in OVER_RANKS:  # which every rank takes part in, in the same order, whether it needs the result or not
+    _operation.register_effect(EffectType.ORDERED)
 
 
 # --------------------------------------------------------------------------------------------- calls, as text
 
-FIELDS = {
+RANKS = "Ranks"
+NAMED = {
     **{kind: tuple(field.name for field in fields(kind)) for kind in (Dense, Dilated, Branch, ReleasedBranch)},
-    Sharding: ("length", "layout"),  # one rank holds all there is
     Options: Options._fields,
 }
-KINDS = {kind.__name__: kind for kind in FIELDS}
+KINDS = {**{kind.__name__: kind for kind in (*NAMED, Sharding, range)}, RANKS: transport_named}
 
 
 def spelled_out(pattern: Pattern, options: Options) -> tuple[str, list[int], list[float]]:
@@ -126,11 +164,15 @@ def spelled_out(pattern: Pattern, options: Options) -> tuple[str, list[int], lis
 
 def _spelled(value: Any, whole: list[int], real: list[float]) -> str:
     """The value as an expression in which i and r are the next whole and the next real number."""
-    if type(value) in FIELDS:
-        named = [f"{name}={_spelled(getattr(value, name), whole, real)}" for name in FIELDS[type(value)]]
+    if isinstance(value, Sharding):
+        return _spelled_sharding(value, whole, real)
+    if type(value) in NAMED:
+        named = [f"{name}={_spelled(getattr(value, name), whole, real)}" for name in NAMED[type(value)]]
         return f"{type(value).__name__}({', '.join(named)})"
     if isinstance(value, (tuple, list)):
         return "(" + "".join([_spelled(one, whole, real) + ", " for one in value]) + ")"
+    if isinstance(value, range):
+        return "range" + _spelled((value.start, value.stop, value.step), whole, real)
     if value is None or isinstance(value, (bool, str)):
         return repr(value)
     if isinstance(value, int):
@@ -139,12 +181,34 @@ def _spelled(value: Any, whole: list[int], real: list[float]) -> str:
     if isinstance(value, float):
         real.append(value)
         return "r"
-    raise ArgumentError(f"in compiled code every option is a plain value, got {value!r}")
+    raise ArgumentError(f"in compiled code every option is a plain value, got one of type {type(value).__name__}")
+
+
+def _spelled_sharding(s: Sharding, whole: list[int], real: list[float]) -> str:
+    length = _spelled(s.length, whole, real)
+    ranks = _spelled_ranks(s.transport, whole, real)
+    shards = s.shards if s.layout == "ranges" else ()  # others are dealt anew
+    others = [_spelled(one, whole, real) for one in (s.layout, s.documents, s.align, s.pattern, shards)]
+    return f"Sharding({', '.join([length, ranks, *others])})"
+
+
+def _spelled_ranks(transport: Any, whole: list[int], real: list[float]) -> str:
+    if isinstance(transport, Alone):
+        return "None"
+    # as the transport has it: when a compiler is given another group, it does not look at the group's name again
+    return RANKS + _spelled((transport.group_name, transport.node_ranks), whole, real)
+
+
+def _read(call: str, whole: tuple[int, ...], real: tuple[float, ...]) -> tuple[Pattern, Options]:
+    return _value(_parsed(call), {"i": iter(whole), "r": iter(real)})
+
+
+_read_once = lru_cache(maxsize=256)(_read)  # not what names ranks: groups end, and others get their names
 
 
 @lru_cache(maxsize=256)
-def _read(call: str, whole: tuple[int, ...], real: tuple[float, ...]) -> tuple[Pattern, Options]:
-    return _value(ast.parse(call, mode="eval").body, {"i": iter(whole), "r": iter(real)})
+def _parsed(call: str) -> ast.expr:
+    return ast.parse(call, mode="eval").body
 
 
 def _value(node: ast.expr, numbers: dict[str, Iterator[Any]]) -> Any:
@@ -153,6 +217,7 @@ def _value(node: ast.expr, numbers: dict[str, Iterator[Any]]) -> Any:
             return next(numbers[kind])
         case ast.Tuple(elts=elements):
             return tuple(_value(one, numbers) for one in elements)
-        case ast.Call(func=ast.Name(id=kind), keywords=named):
-            return KINDS[kind](**{one.arg: _value(one.value, numbers) for one in named if one.arg})
+        case ast.Call(func=ast.Name(id=kind), args=given, keywords=named):
+            values = [_value(one, numbers) for one in given]
+            return KINDS[kind](*values, **{one.arg: _value(one.value, numbers) for one in named if one.arg})
     return ast.literal_eval(node)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Required, TypedDict, Unpack, overload
 
@@ -102,21 +102,21 @@ def attention(
     options = Options(
         sharding, kv_sharding, group, layout, query_offset, schedule, kernel, scale, deterministic, timeout
     )
-    out, lse = _way_to_attend(options)(q, k, v, pattern, options)
+    out, lse = _attend(q, k, v, pattern, options)
     return (out, lse) if return_lse else out
 
 
-def _way_to_attend(options: Options) -> Callable[..., tuple[Tensor, Tensor]]:
-    """As an operation of the graph that somebody makes of this, where there is one, or at once."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> tuple[Tensor, Tensor]:
+    """In the graph that somebody makes of this, where there is one, or at once."""
     if torch.compiler.is_compiling():
         from .compiled import can_be_spelled, traced  # here, since to register operations takes milliseconds
 
-        if can_be_spelled(options):
-            return traced
-    return not_compiled(_attend)
+        if can_be_spelled(q, k, v, pattern, options):
+            return traced(q, k, v, pattern, options)
+    return not_compiled(_attend_at_once)(q, k, v, pattern, options)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> tuple[Tensor, Tensor]:
+def _attend_at_once(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> tuple[Tensor, Tensor]:
     refuse_transforms()
     return ExactAttention.apply(q, k, v, prepare(q, k, v, pattern, options))  # type: ignore[return-value]
 

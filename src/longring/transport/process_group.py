@@ -44,6 +44,7 @@ class ProcessGroupTransport:
 
     def __init__(self, group: dist.ProcessGroup, node_ranks: int | None = None) -> None:
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self.group_name: str = group.group_name  # as torch.distributed knows it
         self._node_ranks = self._size if node_ranks is None else node_ranks
         self._lines = Lines(group)
         self._control: Lines | None = self._lines if backend_for(group, _CPU) == "gloo" else None

@@ -42,6 +42,12 @@ def _over_group(group: dist.ProcessGroup, node_ranks: int | None) -> ProcessGrou
     return known[close]
 
 
+def transport_named(group_name: str, node_ranks: int) -> ProcessGroupTransport:
+    """The transport of a group that has this name in torch.distributed."""
+    group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    return _over_group(group, node_ranks)
+
+
 def _over_mesh(mesh: dist.DeviceMesh) -> ProcessGroupTransport:
     """A mesh of two dimensions is one ring of rows: those of a row are close to each other."""
     if mesh.ndim > 2:
