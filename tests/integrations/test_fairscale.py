@@ -30,6 +30,7 @@ def without_streams():
 
     nowhere = NoStream()
     torch.cuda.current_stream = lambda *_: nowhere
+    torch.cuda.synchronize = lambda: None
     torch.cuda.stream = lambda _: nullcontext()
     torch.Tensor.record_stream = lambda *_: None
     set_up = fairscale.FullyShardedDataParallel._setup_streams

@@ -27,7 +27,7 @@ def dealt(model, mesh, **options):
     return fully_shard(model, mesh=mesh, **options)
 
 
-def run(place, mesh, model=None, batches_a_step=1):
+def run(place, mesh, model=None, **words):
     model = dealt(made(torch.float64) if model is None else model, mesh)
 
     @contextmanager
@@ -35,7 +35,7 @@ def run(place, mesh, model=None, batches_a_step=1):
         model.set_requires_gradient_sync(is_last)
         yield
 
-    losses = trained(place, model, optimiser_of(model), batches_a_step=batches_a_step, not_yet=not_yet)
+    losses = trained(place, model, optimiser_of(model), not_yet=not_yet, **words)
     return Run(losses, whole_parameters(model))
 
 
@@ -56,6 +56,7 @@ def every_run():
     return {
         "over all ranks": run(place, everywhere),
         "within rings, replicated over data": run(place, place.mesh),
+        "clipped": run(place, place.mesh, clip=0.25),
         "accumulated": run(place, everywhere, batches_a_step=2),
         "checkpointed by the model": run(place, everywhere, made(torch.float64, checkpoint_activations=True)),
         "checkpointed from outside": run(place, everywhere, recomputed()),
@@ -65,6 +66,7 @@ def every_run():
 
 def test_every_rank_has_the_run_of_one_process():
     for runs in lr.launch(every_run, ranks=4, timeout=110):
+        check(runs.pop("clipped"), torch.float64, clip=0.25)
         check(runs.pop("accumulated"), torch.float64, batches_a_step=2)
         assert len(runs) == 5
         for found in runs.values():

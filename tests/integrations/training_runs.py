@@ -76,8 +76,12 @@ def unwrapped(name: str) -> str:
 
 
 @cache
-def alone(dtype: torch.dtype, batches_a_step: int = 1, length: int = LENGTH) -> Run:
-    """The whole sequences, in one process; a step may sum the gradients of several batches, as their mean."""
+def alone(dtype: torch.dtype, batches_a_step: int = 1, length: int = LENGTH, clip: float = 0) -> Run:
+    """The whole sequences, in one process.
+
+    batches_a_step:  a step may take the mean of several batches' gradients.
+    clip:            the norm that gradients are cut down to; 0 for none.
+    """
     model = made(dtype)
     optimiser = optimiser_of(model)
     losses = []
@@ -88,18 +92,21 @@ def alone(dtype: torch.dtype, batches_a_step: int = 1, length: int = LENGTH) -> 
             loss = cross_entropy(model(tokens), targets)
             (loss / batches_a_step).backward()
             losses.append(loss.item())
+        if clip:
+            assert nn.utils.clip_grad_norm_(model.parameters(), clip) > 2 * clip, "or clipping shows nothing"
         optimiser.step()
     return Run(losses, whole_parameters(model))
 
 
-def check(run: Run, dtype: torch.dtype, *, batches_a_step: int = 1, length: int = LENGTH, since: int = 0) -> None:
+def check(run: Run, dtype: torch.dtype, *, since: int = 0, **words: Any) -> None:
     """The run is that of one process in float64, but for what its dtype rounds: as much as it does in one process.
 
     since:  the step with which the run began, from what another had saved.
+    words:  those of `alone`.
     """
-    want = alone(torch.float64, batches_a_step, length)
-    assert abs(want.losses[0] - want.losses[-1]) > 0.1, "a run that learns nothing shows nothing"
-    rough = alone(torch.float32, batches_a_step, length)  # float64 is no yardstick for itself
+    want = alone(torch.float64, **words)
+    assert abs(want.losses[0] - want.losses[-1]) > 0.02, "a run that learns nothing shows nothing"
+    rough = alone(torch.float32, **words)  # float64 is no yardstick for itself
     finer = torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
     off = max(abs(a - b) for a, b in zip(rough.losses, want.losses, strict=True))
     for got, loss in zip(run.losses, want.losses[since:], strict=True):
@@ -149,6 +156,7 @@ def trained(
     *,
     steps: range = range(STEPS),
     batches_a_step: int = 1,
+    clip: float = 0,
     not_yet: Callable[[bool], AbstractContextManager[object]] = lambda is_last: nullcontext(),
 ) -> list[float]:
     """The losses of this many steps; `not_yet(False)` holds back what a framework does with gradients."""
@@ -160,6 +168,8 @@ def trained(
                 loss = place.loss(model, number)
                 (loss / batches_a_step).backward()
             losses.append(loss.item())
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimiser.step()
     return losses
 
