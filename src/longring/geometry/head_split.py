@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import PatternError
@@ -16,38 +16,45 @@ class HeadSplit(Dilated):
     Its heads keep position i if (i % w) % r == b % r, all alike; kept positions of one segment meet. Query heads are
     where their kv head is. A row that its head's branch does not keep sees nothing.
 
-    numbers, of:  which branches these are, of how many: heads are dealt over all of them.
+    numbers, of:  which branches these are and of how many, where some have been left out; heads are dealt over all.
     """
 
-    phase: str = field(default="mod", init=False, repr=False)  # of `Dilated`; here a branch has one for all its heads
-    numbers: tuple[int, ...] = ()
-    of: int = 0
+    phase: str = field(default="mod", init=False)
+    numbers: tuple[int, ...] | None = None
+    of: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.of:
-            object.__setattr__(self, "of", len(self.branches))
-            object.__setattr__(self, "numbers", tuple(range(self.of)))
+        object.__setattr__(self, "phase", "branch")  # one for all heads of a branch, as `Dilated` has none
 
     def check(self, problem: Problem) -> None:
         super().check(problem)
-        if problem.kv_heads < self.of:
+        if problem.kv_heads < len(self.branches):
             raise PatternError(
-                f"a head for each of {self.of} branches is needed to share heads out, got {problem.kv_heads} kv heads"
+                f"a head for each of {len(self.branches)} branches is needed to share heads out, got "
+                f"{problem.kv_heads} kv heads"
             )
 
     def only(self, keep: Callable[[int], bool]) -> HeadSplit | None:
         """The branches whose segment length is kept, each with the heads it had."""
-        every = zip(self.numbers, self.segment_lengths, self.dilation_rates, strict=True)
+        every = zip(self._numbers, self.segment_lengths, self.dilation_rates, strict=True)
         kept = [(number, w, r) for number, w, r in every if keep(w)]
         if not kept:
             return None
         numbers, segments, rates = zip(*kept, strict=True)
-        return replace(self, segment_lengths=segments, dilation_rates=rates, numbers=numbers)
+        return replace(self, segment_lengths=segments, dilation_rates=rates, numbers=numbers, of=self._of)
+
+    @property
+    def _numbers(self) -> Sequence[int]:
+        return range(len(self.branches)) if self.numbers is None else self.numbers
+
+    @property
+    def _of(self) -> int:
+        return len(self.branches) if self.of is None else self.of
 
     def _phases(self, kv_heads: int, number: int) -> dict[int, range]:
-        place, rate = self.numbers[number], self.dilation_rates[number]
-        heads = run_of_heads(kv_heads, self.of, place)
+        place, rate = self._numbers[number], self.dilation_rates[number]
+        heads = run_of_heads(kv_heads, self._of, place)
         return {place % rate: heads} if heads else {}
 
 

@@ -72,10 +72,11 @@ def _dilated_counts(pattern: Dilated, problem: Problem, i: Tensor, j: Tensor) ->
         together = (j <= i) & together
     total = torch.zeros(1, 1, 1, 1, dtype=torch.long)
     for number, (w, r) in enumerate(pattern.branches):
-        phase = heads % r if pattern.phase == "mod" else heads // -(-problem.kv_heads // r)
-        here: Tensor | bool = True
+        phase, here = heads % r, torch.tensor(True)
         if isinstance(pattern, HeadSplit):
             phase, here = number % r, _branch_of_each(problem.kv_heads, len(pattern.branches)) == number
+        elif pattern.phase == "block":
+            phase = heads // -(-problem.kv_heads // r)
         kept_i, kept_j = i % w % r == phase, j % w % r == phase
         total = total + (kept_i & kept_j & (i // w == j // w) & together & here).long()
     return total
