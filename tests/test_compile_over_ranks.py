@@ -10,9 +10,12 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 import longring as lr
+from longring.call import Options
+from longring.compiled import OVER_RANKS, spelled_out
 
 pytestmark = pytest.mark.processes
 N = 21
@@ -135,17 +138,30 @@ def refusal(wrong):
         return type(error).__name__, str(error)
 
 
+def checked():
+    """What PyTorch says of the operations, and their backward, when every rank asks."""
+    s = lr.Sharding(N, dist.group.WORLD)
+    call = spelled_out(lr.Dense(), Options(sharding=s, timeout=30.0))
+    q, k, v = mine(s)
+    out, lse = OVER_RANKS.forward(q.detach(), k.detach(), v.detach(), *call)
+    back = (torch.ones_like(out), None, out, lse, q.detach(), k.detach(), v.detach(), *call)
+    found = opcheck(OVER_RANKS.forward, (q, k, v, *call)), opcheck(OVER_RANKS.backward, back)
+    return {said for one in found for said in one.values()}
+
+
 def one_after_the_other():
     warnings.simplefilter("ignore")
     found = {"layers": trained("aot_eager_decomp_partition", False), "checkpointed": trained("aot_eager", True)}
     torch._dynamo.reset()
-    return found | {"groups": another_group(), **{wrong: refusal(wrong) for wrong in ("scale", "heads", "batch")}}
+    found |= {"groups": another_group(), "promises": checked()}
+    return found | {wrong: refusal(wrong) for wrong in ("scale", "heads", "batch")}
 
 
 def test_every_rank_makes_the_same_calls():
     one, other = lr.launch(one_after_the_other, ranks=2, timeout=110)
-    for name in ("layers", "checkpointed", "groups"):
+    for name in ("layers", "checkpointed", "groups", "promises"):
         assert one[name] == other[name]
+    assert one["promises"] == {"SUCCESS"}
     assert one["groups"] == [[0, 1], [1, 0], [0, 1]]
     words = {
         "scale": "rank 1: scale must be a finite number, got 'much'",

@@ -7,8 +7,10 @@ import torch
 from torch.library import opcheck
 
 import longring as lr
+from longring.branches import Branch
 from longring.call import Options
 from longring.compiled import HERE, _read, spelled_out
+from longring.geometry.head_split import HeadSplit
 
 CAUSAL, DEFAULTS = lr.Dense(), Options()
 PATTERNS = {
@@ -19,6 +21,8 @@ PATTERNS = {
     "documents by row": lr.Dense(documents=[[0, 2, 13], [0, 13]]),
     "lengths": lr.Dense(causal=False, lengths=[13, 0]),
     "dilated": lr.Dilated([4, 8, 32], [1, 2, 4]),
+    "heads shared out": HeadSplit([4, 13], [1, 2]),
+    "a branch of several": Branch([4], [2], phase="block", among=((4, 2), (8, 1))),
     "dilated documents": lr.Dilated([3, 13], [1, 2], causal=False, phase="block", documents=[0, 5, 13]),
 }
 OPTIONS = {

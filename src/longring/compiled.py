@@ -25,6 +25,7 @@ from .autograd import Job, attended, differentiated, refuse_second_derivative
 from .branches import Branch, ReleasedBranch
 from .call import Options, check_tensors, prepare
 from .errors import ArgumentError
+from .geometry.head_split import HeadSplit
 from .geometry.patterns import Dense, Dilated, Pattern
 from .kernels.contract import Upstream
 from .numerics.online_softmax import accumulator_dtype
@@ -148,8 +149,9 @@ for _operation in OVER_RANKS:  # which every rank takes part in, in the same ord
 # --------------------------------------------------------------------------------------------- calls, as text
 
 RANKS = "Ranks"
+PATTERNS = (Dense, Dilated, HeadSplit, Branch, ReleasedBranch)
 NAMED = {
-    **{kind: tuple(field.name for field in fields(kind)) for kind in (Dense, Dilated, Branch, ReleasedBranch)},
+    **{kind: tuple(field.name for field in fields(kind) if field.init) for kind in PATTERNS},
     Options: Options._fields,
 }
 KINDS = {**{kind.__name__: kind for kind in (*NAMED, Sharding, range)}, RANKS: transport_named}
