@@ -49,6 +49,7 @@ from longring.integrations.transformers import attend, register, shard_batch, sh
 from longring.nn.loss import cross_entropy
 from longring.testing import run_ranks
 from longring.testing.budgets import SLACK, distance
+from longring.transport.loopback import Loopback
 
 DATA = ["plain", "padded", "packed"]
 
@@ -78,15 +79,25 @@ def test_static_caches_are_refused_where_masks_are_made_in_advance():
         model("llama", "longring").eval().generate(tokens(), **GENERATE, cache_implementation="static")
 
 
-def test_a_prompt_in_several_parts():
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_prompt_in_several_parts(name):
+    """Into a cache that has room for more, whose empty end nobody may see."""
     logits = []
     for attention in ("longring", "sdpa"):
-        made, parts = model("mistral", attention).eval(), []
-        cache = StaticCache(made.config, max_cache_len=LENGTH)
+        made, parts = model(name, attention).eval(), []
+        cache = StaticCache(made.config, max_cache_len=LENGTH + 5)
         for part in tokens().split([11, 1, 9, 8], dim=1):
             parts.append(made(part, past_key_values=cache, use_cache=True).logits)
         logits.append(torch.cat(parts, 1))
     torch.testing.assert_close(*logits, rtol=1e-10, atol=1e-12)
+
+
+def test_the_scale_is_the_models():
+    q, k, v = torch.randn(3, 1, 4, 9, 8, dtype=torch.float64)
+    got, weights = attend(torch.nn.Module(), q, k, v, None, scaling=0.7)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.7)
+    torch.testing.assert_close(got, want.transpose(1, 2))
+    assert weights is None
 
 
 def test_a_decoder_that_looks_at_an_encoder():
@@ -154,6 +165,26 @@ def test_float32_within_twice_the_error_of_sdpa():
         got = parts[0].logits if is_logits else sum(part.gradients[name].double() for part in parts)
         allowed = SLACK * distance(near, want) + torch.finfo(torch.float32).eps * float(want.norm())
         assert distance(got, want) <= allowed, name
+
+
+def test_autocast_within_twice_the_error_of_sdpa():
+    """Its attention is in bfloat16 though rotary embeddings leave queries and keys in float32."""
+
+    def logits(attention):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model("llama", attention, torch.float32)(tokens()).logits
+
+    def program(group):
+        s = lr.Sharding(LENGTH, group)
+        batch = shard_batch(tokens(), s)
+        with sharded(batch), torch.autocast("cpu", torch.bfloat16):
+            return s.unshard(model("llama", "longring", torch.float32)(**batch.inputs).logits)
+
+    exact = of_one_process(Case("llama")).logits
+    allowed = SLACK * distance(logits("sdpa"), exact)
+    for got in (logits("longring"), run_ranks(3, program)[0]):
+        assert got.dtype == torch.bfloat16
+        assert 0 < distance(got, exact) <= allowed
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -394,6 +425,23 @@ def test_padding_that_sharded_was_not_told_of_is_refused():
         run_ranks(2, program)
 
 
+@pytest.mark.parametrize("changes", [{"position_ids": None}, {"attention_mask": padding()}, {"head_mask": True}])
+def test_what_one_rank_refuses_the_others_hear_of(monkeypatch, changes):
+    """Or they would wait for its attention until their time is over."""
+    heard = []
+    monkeypatch.setattr(Loopback, "decline", lambda transport, error: heard.append((transport.rank, str(error))))
+
+    def program(group):
+        batch = shard_batch(tokens(), lr.Sharding(LENGTH, group, "contiguous"))
+        with sharded(batch, timeout=20.0):
+            model("llama", "longring")(**{**batch.inputs, **(changes if group.rank == 1 else {})})
+
+    with pytest.raises(lr.ArgumentError) as raised:
+        run_ranks(2, program)
+    assert heard == [(1, str(raised.value))]
+    assert heard[0][1].startswith("rank 1: ")
+
+
 def test_what_sharded_cannot_use_is_refused():
     s = lr.Sharding(LENGTH)
     batch = shard_batch(tokens(), s)
@@ -405,8 +453,9 @@ def test_what_sharded_cannot_use_is_refused():
     ]:
         with pytest.raises(error, match=said), attempt():
             pass
-    with pytest.raises(lr.PatternError, match="each of 2 rows"), sharded(s, lengths=[4]):
-        model("llama", "longring")(**batch.inputs)
+    for options in ({"lengths": [4]}, {"schedule": "by post"}, {"kernel": "corn"}, {"timeout": -1.0}):
+        with pytest.raises(lr.ArgumentError, match=r"each of 2 rows|by post|corn|-1"), sharded(s, **options):
+            model("llama", "longring")(**batch.inputs)
 
 
 def test_every_rank_needs_a_token():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import longring as lr
@@ -149,6 +150,12 @@ def test_what_does_not_count_may_be_anything():
     assert not gradient[0, 1:3].any()
 
 
+def test_large_logits_do_not_overflow():
+    logits, targets = torch.randn(1, 4, 3) * 1e4, torch.tensor([[0, 1, 2, 0]])
+    want = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(cross_entropy(logits, targets), want)
+
+
 def test_where_nothing_counts_the_loss_and_its_gradients_are_zero():
     logits = torch.randn(2, 4, 3).requires_grad_()
     loss = cross_entropy(logits, torch.full((2, 4), -100))
@@ -257,3 +264,21 @@ def test_ranks_that_do_not_call_are_named_in_time():
 
     with pytest.raises(lr.PeerLost, match="rank 1"):
         run_ranks(2, program)
+
+
+def refused_on_the_second_rank():
+    """(which rank, what it heard)"""
+    rank, s = dist.get_rank(), lr.Sharding(8, dist.group.WORLD, "contiguous")
+    try:
+        cross_entropy(LOGITS, TARGETS + 3 * rank, sharding=s, timeout=30.0)
+    except lr.LongringError as error:
+        return type(error), str(error)
+
+
+@pytest.mark.processes
+def test_what_one_rank_refuses_the_others_hear_of():
+    (kind, heard), (refusal, said) = lr.launch(refused_on_the_second_rank, ranks=2, timeout=20)
+    assert kind is lr.Disagreement
+    assert "an argument was refused (rank 1: targets must be from 0 to 2" in heard
+    assert issubclass(refusal, lr.ArgumentError)
+    assert said.startswith("rank 1: targets must be from 0 to 2")

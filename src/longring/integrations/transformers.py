@@ -181,7 +181,8 @@ class Request:
         if self.dealt is None:
             self._refuse_documents_unseen(position_ids)
         else:
-            self._refuse_other_positions(position_ids, self.dealt)
+            with _telling_the_others(self.dealt):
+                self._refuse_other_positions(position_ids, self.dealt)
         self._checked = position_ids
 
     def _refuse_documents_unseen(self, position_ids: Tensor) -> None:
@@ -200,7 +201,7 @@ class Request:
         expected = _positions(dealt.sharding, dealt.documents).to(position_ids.device)
         if position_ids.shape[1] != expected.shape[1]:
             raise LayoutError(
-                f"rank {dealt.sharding.rank}: position_ids hold {position_ids.shape[1]} tokens, but "
+                f"position_ids hold {position_ids.shape[1]} tokens, but "
                 f"{dealt.sharding.layout} deals {expected.shape[1]} of {dealt.sharding.length} to this rank"
             )
         differ = position_ids != expected
@@ -210,7 +211,7 @@ class Request:
             row, column = (int(i) for i in differ.nonzero()[0])
             got, want = (int(x.expand_as(differ)[row, column]) for x in (position_ids, expected))
             raise LayoutError(
-                f"rank {dealt.sharding.rank}: token {column} of row {row} has position id {got}, but "
+                f"token {column} of row {row} has position id {got}, but "
                 f"{dealt.sharding.layout} deals the one at {want} there; give the model the position_ids of shard_batch"
             )
 
@@ -254,7 +255,7 @@ def _requested_of_ranks(
     dealt: Dealt, facts: _Facts, batch_size: int, lengths: tuple[int, int, int], attention_mask: Tensor | None
 ) -> Request:
     s = dealt.sharding
-    with naming_rank(s.rank, s.ranks):
+    with _telling_the_others(dealt):
         _refuse_other_lengths(s, *lengths)
         if attention_mask is not None:
             _refuse_other_padding(dealt, attention_mask)
@@ -263,6 +264,20 @@ def _requested_of_ranks(
         pattern = Dense(causal=facts.causal, window=facts.window, documents=dealt.documents, lengths=dealt.lengths)
         pattern.check(Problem(batch_size, s.length, s.length, 1, 0))
     return Request(pattern, s.local_length, s.local_length, 0, dealt)
+
+
+@contextmanager
+def _telling_the_others(dealt: Dealt | None) -> Iterator[None]:
+    """What this rank refuses, the others hear of, instead of waiting for its attention."""
+    if dealt is None:
+        yield
+        return
+    try:
+        with naming_rank(dealt.sharding.rank, dealt.sharding.ranks):
+            yield
+    except ArgumentError as error:
+        dealt.sharding.transport.decline(error)
+        raise
 
 
 def _refuse_recomputation() -> None:
@@ -370,7 +385,13 @@ def _refuse_other_lengths(s: Sharding, queries: int, keys: int, offset: int) -> 
 
 
 def _refuse_other_padding(dealt: Dealt, attention_mask: Tensor) -> None:
-    if (attention_mask.bool() != _is_token(dealt, attention_mask.device)).any():
+    expected = _is_token(dealt, attention_mask.device)
+    if attention_mask.shape[-1] != expected.shape[1]:
+        raise LayoutError(
+            f"attention_mask has shape {list(attention_mask.shape)}, but {dealt.sharding.layout} deals "
+            f"{expected.shape[1]} of {dealt.sharding.length} tokens to this rank; give it to shard_batch instead"
+        )
+    if (attention_mask.bool() != expected).any():
         raise PatternError(
             "attention_mask says otherwise than the lengths of `sharded`; give the mask of the whole batch to "
             "shard_batch, or lengths to `sharded`, and none to the model"
@@ -433,14 +454,23 @@ def attend(
 ) -> tuple[Tensor, None]:
     """What transformers calls in every layer, with [batch, heads, n, d]; it wants [batch, n, heads, d] back."""
     request = _request(module, query, key, attention_mask, given)
-    _refuse(dropout, given, request)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    with _telling_the_others(request.dealt):
+        _refuse(dropout, given, request)
+    q, k, v = (_as_autocast(x).transpose(1, 2) for x in (query, key, value))
     options: dict[str, Any] = {"query_offset": request.query_offset}
     if request.dealt is not None:
         options = {"sharding": request.dealt.sharding, **request.dealt.options}
     if given.get("deterministic"):
         options["deterministic"] = True
     return attention(q, k, v, pattern=request.pattern, scale=scaling, **options), None
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    """In its dtype, as torch's own attention: rotary embeddings leave q and k in float32, where v has 16 bits."""
+    device = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device))
 
 
 def _request(
