@@ -25,6 +25,7 @@ from longring.factory import (
 from longring.geometry.head_split import HeadSplit
 from longring.nn import Attention, DilatedAttention, Multihead, MultiheadDilatedAttention, RingAttention, Rotary
 from longring.testing import Result, judge, run_ranks
+from made_by_name import differ, learn_over_ranks, learned, modules, tokens
 
 GUIDE = Path(__file__).parents[1] / "docs" / "migration.md"
 BRANCHES = {"segment_lengths": [4, 8, 32], "dilation_rates": [1, 2, 4]}
@@ -165,6 +166,19 @@ def test_a_name_of_several_ranks_is_refused_without_a_sharding(name, monkeypatch
             silently(maker, name, **MAKERS[maker])(q, k, v)
 
 
+@pytest.mark.processes
+def test_two_processes_are_one():
+    """Every name with projections, over Gloo: outputs, and the gradient of every parameter."""
+    want = [learned(module, tokens()) for module in modules(list(NAMES))]
+    for got in lr.launch(learn_over_ranks, list(NAMES), ranks=2, timeout=100):
+        torch.testing.assert_close(got, want)
+
+
+def test_a_rank_that_shares_heads_out_alone_is_named():
+    with pytest.raises(lr.Disagreement, match="pattern"):
+        run_ranks(2, differ)
+
+
 # -------------------------------------------------------------------------------------- heads, a branch for each
 
 
@@ -222,6 +236,13 @@ def test_head_split_takes_lengths_and_documents():
     torch.testing.assert_close(out[1:, :9], module(*cut))
     out = module(q, k, v, documents=[0, 9, N])
     torch.testing.assert_close(out[:, 9:], module(*(x[:, 9:] for x in (q, k, v))))
+
+
+def test_head_split_is_compiled_without_a_break():
+    q, k, v, *_ = (x.detach() for x in tensors(1, N, N, 3, 3, 4))
+    module = create_dilated_attention(**BRANCHES, head_split=True)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(q, k, v), module(q, k, v))
 
 
 def test_no_other_branch_reaches_a_head():
