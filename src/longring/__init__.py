@@ -18,10 +18,14 @@ if TYPE_CHECKING:
     from .errors import RowsLeftOut as RowsLeftOut
     from .errors import ScheduleRefusal as ScheduleRefusal
     from .errors import TransportError as TransportError
+    from .factory import create_dilated_attention as create_dilated_attention
+    from .factory import create_multihead_dilated_attention as create_multihead_dilated_attention
+    from .factory import create_ring_attention as create_ring_attention
     from .functional import attention as attention
     from .functional import dilated_attention as dilated_attention
     from .functional import explain as explain
     from .functional import ring_attention as ring_attention
+    from .geometry.head_split import HeadSplit as HeadSplit
     from .geometry.patterns import Dense as Dense
     from .geometry.patterns import Dilated as Dilated
     from .launching import launch as launch
@@ -36,11 +40,12 @@ _HOMES = {
     "Dense": "geometry.patterns",
     "Dilated": "geometry.patterns",
     "Disagreement": "errors",
-    "NotFinite": "errors",
+    "HeadSplit": "geometry.head_split",
     "KernelRefusal": "errors",
     "LayoutError": "errors",
     "LongringError": "errors",
     "NotBuilt": "errors",
+    "NotFinite": "errors",
     "PatternError": "errors",
     "PeerLost": "errors",
     "RankFailed": "errors",
@@ -49,6 +54,9 @@ _HOMES = {
     "Sharding": "sharding",
     "TransportError": "errors",
     "attention": "functional",
+    "create_dilated_attention": "factory",
+    "create_multihead_dilated_attention": "factory",
+    "create_ring_attention": "factory",
     "dilated_attention": "functional",
     "explain": "functional",
     "launch": "launching",
