@@ -33,13 +33,10 @@ OPTIONS = {
 }
 
 
-def sample(pattern=CAUSAL, options=DEFAULTS, dtype=torch.float32, *, strided=False):
+def sample(pattern=CAUSAL, options=DEFAULTS, dtype=torch.float32, *, view=lambda x: x):
     """q, k, v and how to attend, as the operation takes them."""
     draw = torch.Generator().manual_seed(0)
-    d = 6 if strided else 3
-    tensors = [torch.randn(2, 13, heads, d, generator=draw).to(dtype) for heads in (4, 2, 2)]
-    if strided:
-        tensors = [x[..., ::2] for x in tensors]
+    tensors = [view(torch.randn(2, 13, heads, 6, generator=draw).to(dtype)) for heads in (4, 2, 2)]
     return *(x.requires_grad_() for x in tensors), *spelled_out(pattern, options)
 
 
@@ -55,7 +52,8 @@ SAMPLES = {
     **{name: sample(options=options) for name, options in OPTIONS.items()},
     "float64": sample(dtype=torch.float64),
     "bfloat16": sample(dtype=torch.bfloat16),
-    "strided": sample(strided=True),
+    "strided": sample(view=lambda x: x[..., ::2]),
+    "heads first": sample(view=lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)),
     "nothing to differentiate": tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in sample()),
 }
 

@@ -117,8 +117,10 @@ TAKES_BACK = (
 
 
 def _operations(name: str) -> Operations:
-    forward = custom_op(f"longring::{name}", _forward, mutates_args=(), schema=TAKES)
-    backward = custom_op(f"longring::{name}_backward", _backward, mutates_args=(), schema=TAKES_BACK)
+    # a captured CUDA graph would repeat the launches, but neither the messages nor the choices made on the host
+    kind = {"mutates_args": (), "tags": (torch.Tag.cudagraph_unsafe,)}
+    forward = custom_op(f"longring::{name}", _forward, schema=TAKES, **kind)
+    backward = custom_op(f"longring::{name}_backward", _backward, schema=TAKES_BACK, **kind)
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         q, k, v, *ctx.call = inputs
@@ -197,7 +199,7 @@ def _spelled_sharding(s: Sharding, whole: list[int], real: list[float]) -> str:
 def _spelled_ranks(transport: Any, whole: list[int], real: list[float]) -> str:
     if isinstance(transport, Alone):
         return "None"
-    # as the transport has it: when a compiler is given another group, it does not look at the group's name again
+    # as the transport has it: a compiler takes a group's own name for granted, and would not see that it changed
     return RANKS + _spelled((transport.group_name, transport.node_ranks), whole, real)
 
 
