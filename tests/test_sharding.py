@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -107,3 +109,18 @@ def test_what_is_sharded_and_unsharded_is_a_tensor_of_its_own():
     for mine in (s.shard(x), s.unshard(x)):
         mine.zero_()
     assert x.all()
+
+
+@pytest.mark.parametrize(
+    "s",
+    [
+        lr.Sharding(10),
+        lr.Sharding(10, layout="dealt", documents=[0, 3, 10]),
+        lr.Sharding(10, layout="auto", pattern=lr.Dense(documents=[[0, 3, 10], [0, 10]])),
+        lr.Sharding(10, layout="contiguous", align=4),
+        lr.Sharding.from_ranges([[range(10)]]),
+    ],
+    ids=lambda s: s.layout,
+)
+def test_a_copy_of_every_field_is_the_same(s):
+    assert dataclasses.replace(s) == s

@@ -51,17 +51,24 @@ class Sharding:
         object.__setattr__(self, "documents", clean_documents(self.documents))
         if self.pattern is not None and not isinstance(self.pattern, Pattern):
             raise PatternError(f"pattern must be longring.Dense(...) or longring.Dilated(...), got {self.pattern!r}")
-        if self.shards:
+        if self.shards and self.layout == "ranges":
             self._check_ranges()
         else:
             object.__setattr__(self, "layout", self._named_layout())
-            object.__setattr__(self, "shards", self._deal().shards)
+            object.__setattr__(self, "shards", self._dealt_as_stated())
 
-    def _check_ranges(self) -> None:
-        if self.layout != "ranges" or from_ranges(self.shards).length != self.length:
+    def _dealt_as_stated(self) -> tuple[Shard, ...]:
+        """Frameworks that look for tensors in what a module is given copy dataclasses field by field, this one too."""
+        shards = self._deal().shards
+        if self.shards not in ((), shards):
             raise LayoutError(
                 f"shards state a layout of their own, got layout {self.layout!r}; use Sharding.from_ranges"
             )
+        return shards
+
+    def _check_ranges(self) -> None:
+        if from_ranges(self.shards).length != self.length:
+            raise LayoutError(f"shards hold {from_ranges(self.shards).length} tokens, but length is {self.length}")
         if len(self.shards) != self.ranks:
             raise LayoutError(f"shards name {len(self.shards)} ranks, but the group has {self.ranks}")
 
@@ -92,7 +99,7 @@ class Sharding:
     @property
     def local_length(self) -> int:
         """How many tokens this rank holds."""
-        return self.dealt.sizes[self.rank]
+        return sum(map(len, self.shards[self.rank]))  # not of `dealt`: a cached property breaks compiled graphs
 
     @property
     def positions(self) -> Tensor:
