@@ -14,13 +14,14 @@ import longring as lr
 pytestmark = pytest.mark.processes
 
 
-def run(place, batches_a_step=1, **options):
-    model = DistributedDataParallel(made(torch.float64, **options))
+def run(place, dtype=torch.float64, batches_a_step=1, autocast=False, **options):
+    model = DistributedDataParallel(made(dtype, **options))
     losses = trained(
         place,
         model,
         optimiser_of(model),
         batches_a_step=batches_a_step,
+        autocast=autocast,
         not_yet=lambda is_last: nullcontext() if is_last else model.no_sync(),
     )
     return Run(losses, whole_parameters(model))
@@ -35,6 +36,7 @@ def every_run():
         "ulysses": run(two_by_two, schedule="ulysses"),
         "accumulated": run(two_by_two, batches_a_step=2),
         "checkpointed": run(two_by_two, checkpoint_activations=True),
+        "autocast": run(two_by_two, torch.float32, autocast=True, checkpoint_activations=True),
         "three tokens on four ranks": run(Place.on_a_mesh(1, 4, length=3)),
     }
 
@@ -42,6 +44,7 @@ def every_run():
 def test_every_rank_has_the_run_of_one_process():
     for runs in lr.launch(every_run, ranks=4, timeout=110):
         check(runs.pop("accumulated"), torch.float64, batches_a_step=2)
+        check(runs.pop("autocast"), torch.float32, autocast=True)
         check(runs.pop("three tokens on four ranks"), torch.float64, length=3)
         assert len(runs) == 4
         for found in runs.values():

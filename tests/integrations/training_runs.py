@@ -76,11 +76,14 @@ def unwrapped(name: str) -> str:
 
 
 @cache
-def alone(dtype: torch.dtype, batches_a_step: int = 1, length: int = LENGTH, clip: float = 0) -> Run:
+def alone(
+    dtype: torch.dtype, batches_a_step: int = 1, length: int = LENGTH, clip: float = 0, autocast: bool = False
+) -> Run:
     """The whole sequences, in one process.
 
     batches_a_step:  a step may take the mean of several batches' gradients.
     clip:            the norm that gradients are cut down to; 0 for none.
+    autocast:        matrix products in bfloat16.
     """
     model = made(dtype)
     optimiser = optimiser_of(model)
@@ -89,7 +92,8 @@ def alone(dtype: torch.dtype, batches_a_step: int = 1, length: int = LENGTH, cli
         optimiser.zero_grad()
         for number in range(step * batches_a_step, (step + 1) * batches_a_step):
             tokens, targets = whole_batch(number, length)
-            loss = cross_entropy(model(tokens), targets)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = cross_entropy(model(tokens), targets)
             (loss / batches_a_step).backward()
             losses.append(loss.item())
         if clip:
@@ -104,7 +108,7 @@ def check(run: Run, dtype: torch.dtype, *, since: int = 0, **words: Any) -> None
     since:  the step with which the run began, from what another had saved.
     words:  those of `alone`.
     """
-    want = alone(torch.float64, **words)
+    want = alone(torch.float64, **{**words, "autocast": False})
     assert abs(want.losses[0] - want.losses[-1]) > 0.02, "a run that learns nothing shows nothing"
     rough = alone(torch.float32, **words)  # float64 is no yardstick for itself
     finer = torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
@@ -157,6 +161,7 @@ def trained(
     steps: range = range(STEPS),
     batches_a_step: int = 1,
     clip: float = 0,
+    autocast: bool = False,
     not_yet: Callable[[bool], AbstractContextManager[object]] = lambda is_last: nullcontext(),
 ) -> list[float]:
     """The losses of this many steps; `not_yet(False)` holds back what a framework does with gradients."""
@@ -165,7 +170,8 @@ def trained(
         optimiser.zero_grad()
         for number, is_last in _batches(step, batches_a_step):
             with not_yet(is_last):
-                loss = place.loss(model, number)
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    loss = place.loss(model, number)
                 (loss / batches_a_step).backward()
             losses.append(loss.item())
         if clip:
