@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from transformers import (
     Gemma2ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     StaticCache,
     T5Config,
     T5EncoderModel,
@@ -29,6 +33,7 @@ import longring as lr
 from hugging import (
     BATCH,
     DOCUMENTS,
+    GROUPED,
     LENGTH,
     LENGTHS,
     MODELS,
@@ -52,6 +57,7 @@ from longring.testing.budgets import SLACK, distance
 from longring.transport.loopback import Loopback
 
 DATA = ["plain", "padded", "packed"]
+GUIDE = Path(__file__).parents[2] / "docs" / "transformers.md"
 
 
 # ------------------------------------------------------------------------------------------------------- one process
@@ -129,6 +135,15 @@ def test_a_decoder_can_look_both_ways():
     both = [each(tokens(), attention_mask=padding(), is_causal=False).logits for each in made]
     torch.testing.assert_close(*both, rtol=1e-10, atol=1e-12)
     assert not torch.allclose(both[1], made[1](tokens(), attention_mask=padding()).logits)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own
+@pytest.mark.parametrize("data", ["plain", "padded"])
+def test_a_compiled_model(data):
+    case, made = Case("mistral", data), model("mistral", "longring")
+    logits = torch.compile(made, backend="aot_eager")(tokens(), **inputs(case), use_cache=False).logits
+    want = model("mistral", "sdpa")(tokens(), **inputs(case)).logits
+    torch.testing.assert_close(logits, want, rtol=1e-10, atol=1e-12)
 
 
 def test_a_model_can_change_over():
@@ -425,6 +440,51 @@ def test_padding_that_sharded_was_not_told_of_is_refused():
         run_ranks(2, program)
 
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [4.0] * 3, "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("layout", "fits", "rope"),
+    [
+        ("contiguous", False, {"max_position_embeddings": 20, "rope_parameters": DYNAMIC}),
+        ("zigzag", False, {"max_position_embeddings": 20, "rope_parameters": DYNAMIC}),
+        ("zigzag", True, {"max_position_embeddings": LENGTH, "rope_parameters": DYNAMIC}),
+        ("contiguous", False, {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 20}}),
+        ("contiguous", True, {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": LENGTH}}),
+        ("zigzag", True, {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 20}}),
+    ],
+)
+def test_rotary_embeddings_that_depend_on_the_longest_in_sight(layout, fits, rope):
+    """Each rank would turn by frequencies of its own; where all ranks see the same, nothing is wrong."""
+
+    def program(group):
+        s = lr.Sharding(LENGTH, group, layout)
+        batch = shard_batch(tokens(), s)
+        with sharded(batch, timeout=20.0):
+            return s.unshard(model("llama", "longring", **rope).eval()(**batch.inputs).logits)
+
+    if fits:
+        want = model("llama", "sdpa", **rope).eval()(tokens()).logits
+        torch.testing.assert_close(run_ranks(2, program)[0], want, rtol=1e-10, atol=1e-12)
+    else:
+        with pytest.raises(lr.NotBuilt, match=r"rotary embeddings of type .* the longest sequence in sight beyond 20"):
+            run_ranks(2, program)
+
+
+def test_models_that_mix_tokens_by_other_means_are_refused_over_ranks():
+    register()
+    config = Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"])
+
+    def program(group):
+        batch = shard_batch(tokens(), lr.Sharding(LENGTH, group, "contiguous"))
+        with sharded(batch, timeout=20.0):
+            Lfm2ForCausalLM._from_config(config, attn_implementation="longring")(**batch.inputs)
+
+    with pytest.raises(lr.NotBuilt, match="Lfm2Config has layers of type 'conv'"):
+        run_ranks(2, program)
+
+
 @pytest.mark.parametrize("changes", [{"position_ids": None}, {"attention_mask": padding()}, {"head_mask": True}])
 def test_what_one_rank_refuses_the_others_hear_of(monkeypatch, changes):
     """Or they would wait for its attention until their time is over."""
@@ -481,7 +541,14 @@ def test_batches_that_contradict_themselves_are_refused(options, said):
         shard_batch(tokens(), lr.Sharding(LENGTH), **options)
 
 
-# ------------------------------------------------------------------------------------------------- what is imported
+# ------------------------------------------------------------------------------------------- what is told and imported
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_guides_code_runs(number):
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), flags=re.DOTALL)
+    assert len(blocks) == 2
+    exec(compile(blocks[number], str(GUIDE), "exec"), {"__name__": "guide"})
 
 
 def said_by(code):

@@ -12,7 +12,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -146,7 +145,10 @@ def _understood(dealt: Sharding | Batch, documents: Any, lengths: Any, options: 
 
 def _positions(sharding: Sharding, documents: tuple[tuple[int, ...], ...] | None) -> Tensor:
     """[1 or batch, tokens held here]: where they stand in the sequence, or in their documents."""
-    held = sharding.positions
+    return _restarting(sharding.positions, documents)
+
+
+def _restarting(held: Tensor, documents: tuple[tuple[int, ...], ...] | None) -> Tensor:
     if documents is None:
         return held.unsqueeze(0)
     starts = [torch.tensor(row[:-1]) for row in documents]
@@ -156,16 +158,16 @@ def _positions(sharding: Sharding, documents: tuple[tuple[int, ...], ...] | None
 # ----------------------------------------------------------------------------------------- what a mask would have said
 
 
-@dataclass(eq=False)
 class Request:
-    """Which pairs count, and where the tokens are: what models hand from layer to layer as their attention mask."""
+    """Which pairs count, and where the tokens are: what models hand from layer to layer as their attention mask.
 
-    pattern: Dense
-    queries: int  # on this rank
-    keys: int
-    query_offset: int
-    dealt: Dealt | None
-    _checked: Tensor | None = field(default=None, repr=False)
+    No dataclass: frameworks that look for tensors in what a layer is given would take it apart.
+    """
+
+    def __init__(self, pattern: Dense, queries: int, keys: int, query_offset: int, dealt: Dealt | None) -> None:
+        self.pattern, self.dealt = pattern, dealt
+        self.queries, self.keys, self.query_offset = queries, keys, query_offset  # on this rank
+        self._checked: Tensor | None = None
 
     def contiguous(self) -> Request:
         """What `generate` asks of masks that it makes in advance and gives to the model as tensors."""
@@ -236,6 +238,7 @@ def requested(
     kv_offset: int | Tensor = 0,
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
+    config: Any = None,
     **not_needed: Any,
 ) -> Request:
     """What transformers calls for a mask: the pattern that its mask function and its padding mask stand for."""
@@ -243,7 +246,10 @@ def requested(
     offset = int(q_offset) - int(kv_offset)
     dealt = _dealt.get()
     if dealt is not None:
-        return _requested_of_ranks(dealt, facts, batch_size, (q_length, kv_length, offset), attention_mask)
+        with _telling_the_others(dealt):
+            _refuse_other_layers(config)
+            _refuse_frequencies_of_ranks(dealt, config)
+            return _requested_of_ranks(dealt, facts, batch_size, (q_length, kv_length, offset), attention_mask)
     _refuse_recomputation()
     lengths = None if attention_mask is None else _lengths(_columns(attention_mask, int(kv_offset), kv_length))
     documents = None if facts.packed is None else [_boundaries(row) for row in facts.packed.tolist()]
@@ -255,14 +261,13 @@ def _requested_of_ranks(
     dealt: Dealt, facts: _Facts, batch_size: int, lengths: tuple[int, int, int], attention_mask: Tensor | None
 ) -> Request:
     s = dealt.sharding
-    with _telling_the_others(dealt):
-        _refuse_other_lengths(s, *lengths)
-        if attention_mask is not None:
-            _refuse_other_padding(dealt, attention_mask)
-        if facts.packed is not None:
-            _refuse_other_documents(dealt, facts.packed)
-        pattern = Dense(causal=facts.causal, window=facts.window, documents=dealt.documents, lengths=dealt.lengths)
-        pattern.check(Problem(batch_size, s.length, s.length, 1, 0))
+    _refuse_other_lengths(s, *lengths)
+    if attention_mask is not None:
+        _refuse_other_padding(dealt, attention_mask)
+    if facts.packed is not None:
+        _refuse_other_documents(dealt, facts.packed)
+    pattern = Dense(causal=facts.causal, window=facts.window, documents=dealt.documents, lengths=dealt.lengths)
+    pattern.check(Problem(batch_size, s.length, s.length, 1, 0))
     return Request(pattern, s.local_length, s.local_length, 0, dealt)
 
 
@@ -407,6 +412,44 @@ def _refuse_other_documents(dealt: Dealt, packed: Tensor) -> None:
             f"position_ids are not those that {dealt.sharding.layout} deals to this rank, or restart where `sharded` "
             "was told of no document; give the model the position_ids of shard_batch, and `sharded` its batch"
         )
+
+
+def _refuse_other_layers(config: Any) -> None:
+    """Convolutions and recurrences would run over this rank's tokens as if they were the sequence."""
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if others:
+        raise NotBuilt(
+            f"{type(config).__name__} has layers of type {min(others)!r}, which mix tokens by other means than "
+            "attention, and so cannot be dealt over ranks"
+        )
+
+
+def _refuse_frequencies_of_ranks(dealt: Dealt, config: Any) -> None:
+    """Some rotary embeddings turn by the largest position id in sight, and every rank sees another one."""
+    given = getattr(config, "rope_parameters", None) or {}
+    for rope in [given, *(value for value in given.values() if isinstance(value, dict))]:
+        kind = str(rope.get("rope_type", "default"))
+        if kind == "longrope":
+            limit = rope["original_max_position_embeddings"]
+            ends = [
+                min(end, limit + 1) for end in _ends_in_sight(dealt)
+            ]  # all that it asks is whether that is exceeded
+        elif "dynamic" in kind:
+            limit = config.max_position_embeddings
+            ends = _ends_in_sight(dealt)
+        else:
+            continue
+        if max(ends) > limit and len(set(ends)) > 1:
+            raise NotBuilt(
+                f"rotary embeddings of type {kind!r} depend on the longest sequence in sight beyond {limit} tokens, "
+                f"and ranks see different ones of these {dealt.sharding.length}; use another rope_type"
+            )
+
+
+def _ends_in_sight(dealt: Dealt) -> list[int]:
+    """The largest position id of each rank, and one more."""
+    of_ranks = (torch.cat([torch.arange(r.start, r.stop, r.step) for r in shard]) for shard in dealt.sharding.shards)
+    return [int(_restarting(held, dealt.documents).max()) + 1 for held in of_ranks]
 
 
 # ----------------------------------------------------------------------------------------------------- attention itself
