@@ -72,6 +72,8 @@ def feedforward(module, x):
         hidden = gate * torch.sigmoid(gate) * up
     elif module.activation == "gelu":
         hidden = up * 0.5 * (1 + torch.erf(up / 2**0.5))
+    elif module.activation == "silu":
+        hidden = up * torch.sigmoid(up)
     else:
         hidden = up.clamp(min=0)
     if module.sub_norm is not None:
@@ -86,14 +88,18 @@ def layer(module, x, memory=None, *, pattern, memory_pattern=None):
         branches.append((module.cross_attention_norm, lambda x: multihead(look, x, memory, pattern=memory_pattern)))
     branches.append((module.feedforward_norm, lambda x: feedforward(module.feedforward, x)))
     for norm, branch in branches:
-        x = x + branch(layer_norm(norm, x)) if module.norm_first else layer_norm(norm, x + branch(x))
+        kept = x * module.residual_scale
+        x = kept + branch(layer_norm(norm, x)) if module.norm_first else layer_norm(norm, kept + branch(x))
     return x
 
 
 def stack(module, x, *, pattern):
+    x = x * module.embedding_scale
+    if module.embedding_norm is not None:
+        x = layer_norm(module.embedding_norm, x)
     for each in module.layers:
         x = layer(each, x, pattern=pattern)
-    return layer_norm(module.norm, x)
+    return x if module.norm is None else layer_norm(module.norm, x)
 
 
 def language_model(module, tokens, *, pattern):

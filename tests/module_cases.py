@@ -130,6 +130,10 @@ CASES = {
     ),
     "encoder": Case(encoder_magneto, lr.Dilated([4, 8, 32], [1, 2, 4], causal=False), "contiguous"),
     "encoder, norms last": Case(lambda: EncoderLayer(DIM, HEADS, norm_first=False, dtype=torch.float64), OPEN),
+    "encoder, DeepNorm": Case(
+        lambda: EncoderLayer(DIM, HEADS, norm_first=False, residual_scale=1.7, activation="silu", dtype=torch.float64),
+        OPEN,
+    ),
     "decoder": Case(decoder_swiglu, DENSE),
     "decoder with memory": Case(
         decoder_with_memory,

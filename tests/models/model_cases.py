@@ -60,6 +60,22 @@ CASES = {
         told={"documents": BOUNDARIES},
         options={"checkpoint_activations": True},
     ),
+    "longnet, language, norms last": Case(
+        LongNetLM,
+        longnet(
+            vocab_size=WORDS,
+            positions="xpos",
+            max_length=40,
+            scale_base=16,
+            sub_layernorm=False,
+            norm_first=False,
+            residual_scale=1.7,
+            final_norm=False,
+            embedding_scale=3.0,
+            embedding_norm=True,
+        ),
+        DILATED,
+    ),
     "decoder": Case(Decoder, decoder(), lr.Dense()),
     "decoder, again": Case(
         Decoder,

@@ -247,6 +247,12 @@ def test_more_that_is_refused():
         LongNetConfig(max_length=5)
     with pytest.raises(lr.ArgumentError, match="positions"):
         LongNetConfig(positions="learned")
+    with pytest.raises(lr.ArgumentError, match="scale_base=16 is xPos's, but positions='rotary'"):
+        LongNetConfig(scale_base=16)
+    with pytest.raises(lr.ArgumentError, match="final_norm must be True or False, got 0"):
+        LongNetConfig(final_norm=0)  # type: ignore[arg-type]
+    with pytest.raises(lr.ArgumentError, match="embedding_scale must be a positive number, got -1"):
+        LongNet(LongNetConfig(**SMALL, **BRANCHES, embedding_scale=-1))
     with pytest.raises(lr.ArgumentError, match="contradicts"):
         LongNetConfig(compat="torchscale", phase="mod")
     with pytest.raises(lr.ArgumentError, match="needs vocab_size"):

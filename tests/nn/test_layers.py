@@ -114,6 +114,8 @@ def test_refusals():
         EncoderLayer(E, H, norm="batch")
     with pytest.raises(lr.ArgumentError, match="norm_first"):
         EncoderLayer(E, H, norm_first="yes")  # type: ignore[arg-type]
+    with pytest.raises(lr.ArgumentError, match="residual_scale must be a positive number, got 0"):
+        EncoderLayer(E, H, residual_scale=0)
     with pytest.raises(lr.ArgumentError, match="a decoder's attention is causal"):
         DecoderLayer(E, H, attention=Attention(lr.Dense(causal=False)))
     with pytest.raises(lr.ArgumentError, match="without cross_attention"):

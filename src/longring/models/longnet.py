@@ -27,8 +27,11 @@ class LongNetConfig:
     vocab_size:      None for an encoder of embeddings.
     phase:           as for `longring.Dilated`; mixing_gradient and compat as for `longring.dilated_attention`.
     positions:       "xpos" (for causal attention), "rotary", or None for none.
-    max_length:      what xPos is made for; needed by it alone.
-    sub_layernorm:   MAGNETO's norms and initial values; without it, norms first and GPT-2's initial values.
+    max_length:      what xPos is made for; needed by it alone. scale_base is its, too, as for `longring.nn.XPos`.
+    sub_layernorm:   MAGNETO's norms and initial values; without it, GPT-2's initial values.
+    norm_first:      and residual_scale, as for `longring.nn.EncoderLayer`.
+    final_norm:      a norm behind the last layer.
+    embedding_scale: what embeddings are multiplied by, before they go through a norm if embedding_norm is True.
     """
 
     vocab_size: int | None = None
@@ -48,6 +51,12 @@ class LongNetConfig:
     sub_layernorm: bool = True
     eps: float = 1e-5
     tie_embeddings: bool = True
+    norm_first: bool = True
+    residual_scale: float = 1.0
+    final_norm: bool = True
+    embedding_scale: float = 1.0
+    embedding_norm: bool = False
+    scale_base: float | None = None
 
     def __post_init__(self) -> None:
         check_sizes(self, "dim", "layers", "heads", *(["vocab_size"] if self.vocab_size is not None else []))
@@ -61,6 +70,11 @@ class LongNetConfig:
                 f"max_length is what xPos needs, and nothing else: got positions={self.positions!r} and "
                 f"max_length={self.max_length}"
             )
+        if self.scale_base is not None and self.positions != "xpos":
+            raise ArgumentError(f"scale_base={self.scale_base!r} is xPos's, but positions={self.positions!r}")
+        for name in ("final_norm", "embedding_norm"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ArgumentError(f"{name} must be True or False, got {value!r}")
         self.attention(causal=True)  # which refuses what it cannot be made of
 
     def attention(self, *, causal: bool, **options: Unpack[Options]) -> DilatedAttention:
@@ -78,7 +92,9 @@ class LongNetConfig:
         if self.positions is None:
             return None
         head_dim = self.dim // self.heads
-        return Rotary(head_dim) if self.max_length is None else XPos(head_dim, length=self.max_length)
+        if self.max_length is None:
+            return Rotary(head_dim)
+        return XPos(head_dim, length=self.max_length, scale_base=self.scale_base)
 
     def words(self) -> dict[str, Any]:
         """Of a layer, the same for encoder and decoder."""
@@ -87,6 +103,8 @@ class LongNetConfig:
             "kv_heads": self.kv_heads,
             "activation": self.activation,
             "sub_layernorm": self.sub_layernorm,
+            "norm_first": self.norm_first,
+            "residual_scale": self.residual_scale,
             "eps": self.eps,
         }
 
@@ -197,8 +215,18 @@ def _stack(
         kind(config.dim, config.heads, attention=config.attention(causal=causal, **options), **words)
         for _ in range(config.layers)
     )
-    norm = make_norm("layer", config.dim, config.eps, **made)
-    return Stack(layers, norm, positions=positions, checkpoint_activations=checkpoint_activations)
+    first, last = (
+        make_norm("layer", config.dim, config.eps, **made) if asked else None
+        for asked in (config.embedding_norm, config.final_norm)
+    )
+    return Stack(
+        layers,
+        last,
+        positions=positions,
+        embedding_scale=config.embedding_scale,
+        embedding_norm=first,
+        checkpoint_activations=checkpoint_activations,
+    )
 
 
 def _draw(model: LongNet | LongNetLM, config: LongNetConfig) -> None:

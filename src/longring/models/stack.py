@@ -13,14 +13,16 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import ArgumentError
 from ..nn.layers import DecoderLayer, EncoderLayer, FeedForward
 from ..nn.multihead import Multihead, held_positions
-from ..nn.positions import Angles, Rotary, XPos
+from ..nn.positions import Angles, Rotary, XPos, check_positive
 from ..numerics.online_softmax import accumulator_dtype
 from ..sharding import Sharding
 
 
 class Stack(nn.Module):
-    """Layers of one kind, then a norm. The angles of positions are computed once for all of them.
+    """Layers of one kind, then a norm if there is one. The angles of positions are computed once for all of them.
 
+    embedding_scale:         what embeddings are multiplied by on their way in,
+    embedding_norm:          and a norm that they then go through.
     checkpoint_activations:  keep each layer's input alone, and compute the rest again in the backward pass. Over
                              ranks that repeats the layer's communication, at the same place on every rank.
     """
@@ -28,14 +30,19 @@ class Stack(nn.Module):
     def __init__(
         self,
         layers: Iterable[EncoderLayer | DecoderLayer],
-        norm: nn.Module,
+        norm: nn.Module | None,
         *,
         positions: Rotary | None,
+        embedding_scale: float = 1.0,
+        embedding_norm: nn.Module | None = None,
         checkpoint_activations: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(checkpoint_activations, bool):
             raise ArgumentError(f"checkpoint_activations must be True or False, got {checkpoint_activations!r}")
+        check_positive("embedding_scale", embedding_scale)
+        self.embedding_scale = float(embedding_scale)
+        self.embedding_norm = embedding_norm
         self.layers = nn.ModuleList(layers)
         self.norm = norm
         self.positions = positions
@@ -52,12 +59,14 @@ class Stack(nn.Module):
     ) -> Tensor:
         angles = self._angles(x, sharding, positions)
         told = {"sharding": sharding, "documents": documents, "lengths": lengths, "positions": angles}
+        x = x if self.embedding_scale == 1 else self.embedding_scale * x
+        x = x if self.embedding_norm is None else self.embedding_norm(x)
         for layer in self.layers:
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False, **told)  # type: ignore[assignment]
             else:
                 x = layer(x, **told)
-        return self.norm(x)
+        return x if self.norm is None else self.norm(x)
 
     def _angles(self, x: Tensor, sharding: Sharding | None, positions: Tensor | None) -> Angles | None:
         if self.positions is None:

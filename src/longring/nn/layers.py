@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -14,9 +15,9 @@ from ..sharding import Sharding
 from .attention import Attention
 from .multihead import Multihead
 from .norms import make_norm
-from .positions import Angles, Rotary
+from .positions import Angles, Rotary, check_positive
 
-ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "swiglu": F.silu}
+ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "swiglu": F.silu}
 
 
 class FeedForward(nn.Module):
@@ -82,6 +83,7 @@ class LayerWords(TypedDict, total=False):
     positions: Rotary | None
     norm: str
     norm_first: bool
+    residual_scale: float
     activation: str
     bias: bool
     sub_layernorm: bool
@@ -105,6 +107,7 @@ class _Layer(nn.Module):
         positions: Rotary | None = None,
         norm: str = "layer",
         norm_first: bool = True,
+        residual_scale: float = 1.0,
         activation: str = "gelu",
         bias: bool = True,
         sub_layernorm: bool = False,
@@ -116,8 +119,9 @@ class _Layer(nn.Module):
         super().__init__()
         if not isinstance(norm_first, bool):
             raise ArgumentError(f"norm_first must be True or False, got {norm_first!r}")
+        check_positive("residual_scale", residual_scale)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.norm_first = norm_first
+        self.norm_first, self.residual_scale = norm_first, float(residual_scale)
         self.attention_norm = make_norm(norm, embed_dim, eps, **made)
         self.attention = Multihead(
             embed_dim,
@@ -143,8 +147,13 @@ class _Layer(nn.Module):
             **made,
         )
 
+    def _residual(self, x: Tensor, branch: Callable[[Tensor], Tensor], norm: nn.Module) -> Tensor:
+        kept = x if self.residual_scale == 1 else self.residual_scale * x
+        return kept + branch(norm(x)) if self.norm_first else norm(kept + branch(x))
+
     def extra_repr(self) -> str:
-        return f"norm_first={self.norm_first}"
+        said = "" if self.residual_scale == 1 else f", residual_scale={self.residual_scale:g}"
+        return f"norm_first={self.norm_first}{said}"
 
 
 class EncoderLayer(_Layer):
@@ -156,7 +165,8 @@ class EncoderLayer(_Layer):
     positions:        longring.nn.Rotary or XPos, at global positions.
     norm:             "layer" or "rms", with `eps`.
     norm_first:       norms before attention and feed-forward, or after the residual's sum.
-    activation:       "gelu", "relu" or "swiglu".
+    residual_scale:   what x is multiplied by where a branch is added to it; DeepNorm's alpha.
+    activation:       "gelu", "relu", "silu" or "swiglu".
     sub_layernorm:    a LayerNorm before the last projection of each residual branch too (MAGNETO).
     gain:             of MAGNETO's initialisation, from `magneto_gain`.
     """
@@ -181,8 +191,8 @@ class EncoderLayer(_Layer):
             told = {"sharding": sharding, "documents": documents, "lengths": lengths, "positions": positions}
             return self.attention(x, **told)[0]
 
-        x = _residual(x, attend, self.attention_norm, self.norm_first)
-        return _residual(x, self.feedforward, self.feedforward_norm, self.norm_first)
+        x = self._residual(x, attend, self.attention_norm)
+        return self._residual(x, self.feedforward, self.feedforward_norm)
 
 
 class DecoderLayer(_Layer):
@@ -249,10 +259,10 @@ class DecoderLayer(_Layer):
             return self.cross_attention(x, memory, **told)[0]  # type: ignore[misc]
 
         self._check_memory(memory, memory_sharding, memory_lengths, sharding)
-        x = _residual(x, attend, self.attention_norm, self.norm_first)
+        x = self._residual(x, attend, self.attention_norm)
         if self.cross_attention_norm is not None:
-            x = _residual(x, look, self.cross_attention_norm, self.norm_first)
-        return _residual(x, self.feedforward, self.feedforward_norm, self.norm_first)
+            x = self._residual(x, look, self.cross_attention_norm)
+        return self._residual(x, self.feedforward, self.feedforward_norm)
 
     def _check_memory(
         self, memory: Tensor | None, memory_sharding: Sharding | None, memory_lengths: Any, sharding: Sharding | None
@@ -264,7 +274,3 @@ class DecoderLayer(_Layer):
             raise ArgumentError("cross_attention=True needs a memory to attend to")
         elif sharding is not None and memory_sharding is None:
             raise ArgumentError("sharding says how x is dealt; say memory_sharding= for the memory too")
-
-
-def _residual(x: Tensor, branch: Any, norm: nn.Module, norm_first: bool) -> Tensor:
-    return x + branch(norm(x)) if norm_first else norm(x + branch(x))

@@ -54,7 +54,7 @@ class Rotary(nn.Module):
             raise ArgumentError(f"head_dim must be even and at least 2, to be turned in pairs; got {head_dim!r}")
         if layout not in LAYOUTS:
             raise ArgumentError(f"layout must be one of {', '.join(LAYOUTS)}; got {layout!r}")
-        _check_positive("base", base)
+        check_positive("base", base)
         self.head_dim = head_dim
         self.base = float(base)
         self.layout = layout
@@ -122,7 +122,7 @@ class XPos(Rotary):
         self.length = length
         if scale_base is None:
             scale_base = max(512.0, self._least_base(FADE))
-        _check_positive("scale_base", scale_base)
+        check_positive("scale_base", scale_base)
         self.scale_base = float(scale_base)
         self._check_fade(torch.float32)
 
@@ -176,7 +176,7 @@ def _column(positions: Tensor) -> Tensor:
     return (positions if positions.ndim == 2 else positions.unsqueeze(0)).double()[..., None, None]
 
 
-def _check_positive(name: str, value: float) -> None:
+def check_positive(name: str, value: float) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 < value < math.inf:
         raise ArgumentError(f"{name} must be a positive number, got {value!r}")
