@@ -15,7 +15,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import longring as lr
+import longring.nn
 from attending import tensors
+from longring.testing import run_ranks
 
 pytestmark = [  # what the compiler says to its authors
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
@@ -216,6 +218,46 @@ def test_lengths_and_segments_that_follow_the_sequence():
     once = compiled(call, counter, dynamic=True)
     for n in (12, 34, 64):
         assert_same_bits(results(once, inputs(n)), results(call, inputs(n)))
+
+
+DILATED = longring.nn.DilatedAttention(segment_lengths=[3, 8], dilation_rates=[1, 2])
+RING = longring.nn.RingAttention()
+TABLES = {
+    "ring": lambda q, k, v, documents: lr.ring_attention(q, k, v, documents=documents),
+    "dilated": lambda q, k, v, documents: lr.dilated_attention(
+        q, k, v, segment_lengths=[3, 8], dilation_rates=[1, 2], documents=documents
+    ),
+    "a module": lambda q, k, v, documents: RING(q, k, v, documents=documents, lengths=documents[-2:]),
+    "a dilated module": lambda q, k, v, documents: DILATED(q, k, v, documents=documents),
+    "lengths": lambda q, k, v, documents: lr.ring_attention(q, k, v, documents=documents, lengths=documents[-2:] // 2),
+}
+
+
+@pytest.mark.parametrize("call", TABLES.values(), ids=TABLES)
+def test_one_graph_serves_any_number_of_documents(call):
+    counter = CompileCounterWithBackend("aot_eager")
+    once = compiled(call, counter, dynamic=True)
+    for boundaries in ([0, 4, 13], [0, 2, 5, 9, 13], [0, 1, 2, 3, 4, 5, 13]):
+        table = {"documents": torch.tensor(boundaries)}
+        assert_same_bits(results(partial(once, **table), inputs()), results(partial(call, **table), inputs()))
+    assert counter.frame_count == 1
+
+
+def test_tables_of_numbers_that_are_wrong():
+    call = compiled(TABLES["ring"])
+    with pytest.raises(lr.PatternError, match=r"documents must end at the 13 keys of the sequence, but end at 12"):
+        call(*inputs(), torch.tensor([0, 4, 12]))
+
+
+def test_tables_where_the_graph_breaks():
+    q, k, v = inputs()
+    table = torch.tensor([0, 4, 13])
+    s = run_ranks(1, lambda group: lr.Sharding(13, group))[0]  # a group that has no name
+
+    def call(q, k, v):
+        return lr.ring_attention(q, k, v, documents=table, sharding=s)
+
+    assert_same_bits(results(torch.compile(call, backend="aot_eager"), (q, k, v)), results(call, (q, k, v)))
 
 
 def test_another_pattern_is_another_graph():

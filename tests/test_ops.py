@@ -9,7 +9,7 @@ from torch.library import opcheck
 import longring as lr
 from longring.branches import Branch
 from longring.call import Options
-from longring.compiled import HERE, _read, spelled_out
+from longring.compiled import HERE, _read, _spelled, spelled_out
 from longring.geometry.head_split import HeadSplit
 
 CAUSAL, DEFAULTS = lr.Dense(), Options()
@@ -40,6 +40,14 @@ def sample(pattern=CAUSAL, options=DEFAULTS, dtype=torch.float32, *, view=lambda
     return *(x.requires_grad_() for x in tensors), *spelled_out(pattern, options)
 
 
+def with_tables(documents, lengths):
+    """The same with tables whose numbers are read when the operation runs."""
+    q, k, v, *_ = sample()
+    whole, real = [], []
+    text = f"(Dense(documents=documents, lengths=lengths), {_spelled(DEFAULTS, whole, real)})"
+    return q, k, v, text, whole, real, documents, lengths
+
+
 def of_backward(q, k, v, *call, with_dlse=True):
     """What the backward operation takes where the forward one took this."""
     out, lse = HERE.forward(*(x.detach() for x in (q, k, v)), *call)
@@ -52,6 +60,7 @@ SAMPLES = {
     **{name: sample(options=options) for name, options in OPTIONS.items()},
     "float64": sample(dtype=torch.float64),
     "bfloat16": sample(dtype=torch.bfloat16),
+    "tables": with_tables(torch.tensor([0, 4, 13]), torch.tensor([13, 7])),
     "strided": sample(view=lambda x: x[..., ::2]),
     "heads first": sample(view=lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)),
     "nothing to differentiate": tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in sample()),
@@ -75,18 +84,19 @@ def test_its_backward_without_a_gradient_of_lse():
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_what_is_spelled_out_is_read_alike(pattern, options):
-    text, whole, real = spelled_out(pattern, options)
+    text, whole, real, *tables = spelled_out(pattern, options)
     assert not any(digit in text for digit in "0123456789")
-    assert _read(text, tuple(whole), tuple(real))[0] == pattern
-    read = _read(text, tuple(whole), tuple(real))[1]
+    assert tables == [None, None]
+    same, read = _read(text, tuple(whole), tuple(real), None, None)
+    assert same == pattern
     assert read._replace(sharding=None, kv_sharding=None) == options._replace(sharding=None, kv_sharding=None)
     assert (read.sharding is None) == (options.sharding is None)
 
 
 def test_text_with_quotes_and_names_survives():
     options = Options(kernel="""it's "i" and r %d {}""")
-    text, whole, real = spelled_out(lr.Dense(), options)
-    assert _read(text, tuple(whole), tuple(real))[1] == options
+    text, whole, real, *_ = spelled_out(lr.Dense(), options)
+    assert _read(text, tuple(whole), tuple(real), None, None)[1] == options
 
 
 def test_the_second_derivative_is_refused():

@@ -22,7 +22,7 @@ from .errors import (
     ScheduleRefusal,
     naming_rank,
 )
-from .geometry.patterns import Dilated, Pattern, Problem
+from .geometry.patterns import Dilated, Pattern, Problem, with_known_tables
 from .geometry.plans import plan
 from .geometry.task import Task
 from .kernels.contract import Gradients, Kernel, Upstream
@@ -89,7 +89,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options,
     transport = _transport(options)
     try:
         with naming_rank(transport.rank, transport.size):
-            return _prepare(q, k, v, pattern, options, transport)
+            return _prepare(q, k, v, with_known_tables(pattern), options, transport)
     except ArgumentError as error:
         if not dry:
             transport.decline(error)

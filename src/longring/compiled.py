@@ -26,7 +26,7 @@ from .branches import Branch, ReleasedBranch
 from .call import Options, check_tensors, prepare
 from .errors import ArgumentError
 from .geometry.head_split import HeadSplit
-from .geometry.patterns import Dense, Dilated, Pattern
+from .geometry.patterns import Dense, Dilated, Pattern, Table, tables_of
 from .kernels.contract import Upstream
 from .numerics.online_softmax import accumulator_dtype
 from .sharding import Sharding
@@ -96,9 +96,25 @@ def _like_backward(
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-def _job(q: Tensor, k: Tensor, v: Tensor, call: str, whole: Sequence[int], real: Sequence[float]) -> Job:
+def _job(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: str,
+    whole: Sequence[int],
+    real: Sequence[float],
+    documents: Tensor | None,
+    lengths: Tensor | None,
+) -> Job:
     read = _read if RANKS in call else _read_once
-    return prepare(q, k, v, *read(call, tuple(whole), tuple(real)))
+    return prepare(q, k, v, *read(call, tuple(whole), tuple(real), _numbers(documents), _numbers(lengths)))
+
+
+def _numbers(table: Tensor | None) -> tuple[Any, ...] | None:
+    if table is None:
+        return None
+    rows = table.tolist()
+    return tuple(tuple(row) if isinstance(row, list) else row for row in rows)
 
 
 class Operations(NamedTuple):
@@ -108,7 +124,7 @@ class Operations(NamedTuple):
     backward: CustomOpDef
 
 
-CALL = "str call, SymInt[] whole, float[] real"
+CALL = "str call, SymInt[] whole, float[] real, Tensor? documents, Tensor? lengths"
 TAKES = f"(Tensor q, Tensor k, Tensor v, {CALL}) -> (Tensor out, Tensor lse)"
 TAKES_BACK = (
     f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, {CALL})"
@@ -123,14 +139,15 @@ def _operations(name: str) -> Operations:
     backward = custom_op(f"longring::{name}_backward", _backward, schema=TAKES_BACK, **kind)
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, *ctx.call = inputs
-        ctx.save_for_backward(q, k, v, *output)
+        q, k, v, *ctx.call, documents, lengths = inputs
+        ctx.save_for_backward(q, k, v, *output, documents, lengths)
         ctx.set_materialize_grads(False)  # a gradient of lse that nobody has would cost a pass
 
     def gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, *tables = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        return *backward(dout, dlse, out, lse, q, k, v, *ctx.call), *(None for _ in ctx.call)
+        call = (*ctx.call, *tables)
+        return *backward(dout, dlse, out, lse, q, k, v, *call), *(None for _ in call)
 
     def second_derivative(ctx: Any, *gradients: Tensor | None) -> Any:
         refuse_second_derivative()
@@ -159,11 +176,12 @@ NAMED = {
 KINDS = {**{kind.__name__: kind for kind in (*NAMED, Sharding, range)}, RANKS: transport_named}
 
 
-def spelled_out(pattern: Pattern, options: Options) -> tuple[str, list[int], list[float]]:
-    """A call as text, with its whole and its real numbers apart."""
+def spelled_out(pattern: Pattern, options: Options) -> tuple[str, list[int], list[float], Any, Any]:
+    """A call as text, with its whole and its real numbers apart, and the tables of the pattern."""
     whole: list[int] = []
     real: list[float] = []
-    return f"({_spelled(pattern, whole, real)}, {_spelled(options, whole, real)})", whole, real
+    documents, lengths = tables_of(pattern)
+    return f"({_spelled(pattern, whole, real)}, {_spelled(options, whole, real)})", whole, real, documents, lengths
 
 
 def _spelled(value: Any, whole: list[int], real: list[float]) -> str:
@@ -171,7 +189,7 @@ def _spelled(value: Any, whole: list[int], real: list[float]) -> str:
     if isinstance(value, Sharding):
         return _spelled_sharding(value, whole, real)
     if type(value) in NAMED:
-        named = [f"{name}={_spelled(getattr(value, name), whole, real)}" for name in NAMED[type(value)]]
+        named = [f"{name}={_spelled_field(value, name, whole, real)}" for name in NAMED[type(value)]]
         return f"{type(value).__name__}({', '.join(named)})"
     if isinstance(value, (tuple, list)):
         return "(" + "".join([_spelled(one, whole, real) + ", " for one in value]) + ")"
@@ -186,6 +204,11 @@ def _spelled(value: Any, whole: list[int], real: list[float]) -> str:
         real.append(value)
         return "r"
     raise ArgumentError(f"in compiled code every option is a plain value, got one of type {type(value).__name__}")
+
+
+def _spelled_field(value: Any, name: str, whole: list[int], real: list[float]) -> str:
+    field = getattr(value, name)
+    return name if isinstance(field, Table) else _spelled(field, whole, real)
 
 
 def _spelled_sharding(s: Sharding, whole: list[int], real: list[float]) -> str:
@@ -203,8 +226,10 @@ def _spelled_ranks(transport: Any, whole: list[int], real: list[float]) -> str:
     return RANKS + _spelled((transport.group_name, transport.node_ranks), whole, real)
 
 
-def _read(call: str, whole: tuple[int, ...], real: tuple[float, ...]) -> tuple[Pattern, Options]:
-    return _value(_parsed(call), {"i": iter(whole), "r": iter(real)})
+def _read(call: str, whole: tuple[int, ...], real: tuple[float, ...], documents: Any, lengths: Any) -> Any:
+    """(pattern, options)"""
+    tables = {"documents": iter([documents]), "lengths": iter([lengths])}
+    return _value(_parsed(call), {"i": iter(whole), "r": iter(real), **tables})
 
 
 _read_once = lru_cache(maxsize=256)(_read)  # not what names ranks: groups end, and others get their names

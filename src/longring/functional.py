@@ -22,7 +22,7 @@ from .branches import (
 )
 from .call import Choice, Options, prepare, refuse_unbuilt
 from .errors import ArgumentError
-from .geometry.patterns import Dense, Dilated, Pattern
+from .geometry.patterns import Dense, Dilated, Pattern, Table
 from .geometry.task import runs_over_sources
 from .plan.work import pairs
 from .sharding import Sharding
@@ -121,6 +121,11 @@ def _attend_at_once(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: 
     return ExactAttention.apply(q, k, v, prepare(q, k, v, pattern, options))  # type: ignore[return-value]
 
 
+def tabled(numbers: Any) -> Any:
+    """Documents or lengths for a pattern; in compiled code a tensor of them is looked at only when the code runs."""
+    return Table(numbers) if torch.compiler.is_compiling() and isinstance(numbers, Tensor) else numbers
+
+
 class RingOptions(CallOptions, total=False):
     causal: bool
     window: tuple[int | None, int | None] | None
@@ -153,7 +158,7 @@ def ring_attention(
     """Dense attention by the ring schedule; further options as for `attention`."""
     if "schedule" in options:
         raise ArgumentError(f"ring_attention is the ring; for schedule={options['schedule']!r} use attention")
-    pattern = Dense(causal=causal, window=window, documents=documents, lengths=lengths)
+    pattern = Dense(causal=causal, window=window, documents=tabled(documents), lengths=tabled(lengths))
     return attention(q, k, v, pattern=pattern, sharding=sharding, schedule="ring", return_lse=return_lse, **options)
 
 
@@ -208,7 +213,7 @@ def dilated_attention(
     refuse_contradictions(compat, phase, documents, mixing_gradient, return_lse)
     if phase is None:
         phase = "mod" if compat is None else "block"
-    pattern = Dilated(segment_lengths, dilation_rates, causal=causal, phase=phase, documents=documents)
+    pattern = Dilated(segment_lengths, dilation_rates, causal=causal, phase=phase, documents=tabled(documents))
     options["sharding"] = sharding
     if compat is not None:
         return _as_released(q, k, v, pattern, options)

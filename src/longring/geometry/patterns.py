@@ -78,8 +78,8 @@ class Dense:
     def __post_init__(self) -> None:
         _check_bool("causal", self.causal)
         object.__setattr__(self, "window", _clean_window(self.window))
-        object.__setattr__(self, "documents", clean_documents(self.documents))
-        object.__setattr__(self, "lengths", _clean_lengths(self.lengths))
+        object.__setattr__(self, "documents", _unless_a_table(clean_documents, self.documents))
+        object.__setattr__(self, "lengths", _unless_a_table(_clean_lengths, self.lengths))
 
     @property
     def only_limits(self) -> tuple[int | None, int | None] | None:
@@ -171,7 +171,7 @@ class Dilated:
             raise PatternError(f"phase must be 'mod' or 'block', got {self.phase!r}")
         object.__setattr__(self, "segment_lengths", segments)
         object.__setattr__(self, "dilation_rates", rates)
-        object.__setattr__(self, "documents", clean_documents(self.documents))
+        object.__setattr__(self, "documents", _unless_a_table(clean_documents, self.documents))
 
     @property
     def only_limits(self) -> None:
@@ -246,6 +246,29 @@ class Dilated:
 Pattern = Dense | Dilated
 
 
+@dataclass(frozen=True)
+class Table:
+    """Documents or lengths of a program that is being traced: their numbers are known when it runs.
+
+    A pattern keeps them as they are, and is made anew from the numbers before anybody looks at them.
+    """
+
+    values: Any
+
+
+def tables_of(pattern: Any) -> list[Any]:
+    """What the tables for documents and for lengths hold, each None if there is no such table."""
+    held = (getattr(pattern, name, None) for name in ("documents", "lengths"))
+    return [values.values if isinstance(values, Table) else None for values in held]
+
+
+def with_known_tables(pattern: Any) -> Any:
+    documents, lengths = getattr(pattern, "documents", None), getattr(pattern, "lengths", None)
+    if isinstance(documents, Table):
+        pattern = replace(pattern, documents=documents.values)
+    return replace(pattern, lengths=lengths.values) if isinstance(lengths, Table) else pattern
+
+
 def phases(kv_heads: int, rate: int, phase: str) -> dict[int, range]:
     """For every phase that some kv head has, the kv heads that have it."""
     if phase == "mod":
@@ -286,6 +309,10 @@ def _documents_near(boundaries: tuple[int, ...], near: Shard) -> Iterator[range]
 
 
 # -------------------------------------------------------------------------------------- what users give
+
+
+def _unless_a_table(clean: Callable[[Any], Any], values: Any) -> Any:
+    return values if isinstance(values, Table) else clean(values)
 
 
 def clean_documents(documents: Any) -> Documents | None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..branches import refuse_contradictions
 from ..call import check_scale
 from ..errors import ArgumentError, PatternError
-from ..functional import CAUSAL, attention, dilated_attention
+from ..functional import CAUSAL, attention, dilated_attention, tabled
 from ..geometry.patterns import Dense, Dilated, Pattern, Problem
 from ..kernels.select import check_kernel
 from ..schedules.select import check_schedule
@@ -96,7 +96,8 @@ class Attention(nn.Module):
     ) -> Any:
         pattern = self.pattern if causal is None else replace(self.pattern, causal=causal)
         if documents is not None:
-            pattern = _with_documents(pattern, documents)
+            is_looked_at = lengths is not None and not isinstance(pattern, Dense)
+            pattern = _with_documents(pattern, documents if is_looked_at else tabled(documents))
         if lengths is not None:
             pattern = _with_lengths(pattern, lengths, q, k, where)
         return self._attend(q, k, v, pattern, where)
@@ -205,7 +206,7 @@ def _with_lengths(pattern: Pattern, lengths: Any, q: Tensor, k: Tensor, where: W
     if isinstance(pattern, Dense):
         if pattern.lengths is not None:
             raise PatternError(f"lengths were given with the call, and to the module already: {pattern.lengths}")
-        return replace(pattern, lengths=lengths)
+        return replace(pattern, lengths=tabled(lengths))
     if where.get("kv_sharding") is not None or q.shape[1] != k.shape[1] or where.get("query_offset") is not None:
         raise PatternError("lengths in dilated attention are for queries and keys that are the same tokens")
     return replace(pattern, documents=_padding_apart(pattern, lengths, k.shape[0], _tokens(k, where)))
