@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from training_runs import Place, Run, check, made, optimiser_of, trained, whole_parameters
+from training_runs import CONFIG, STEPS, Place, Run, check, made, optimiser_of, trained, whole_parameters
 
 import longring as lr
 
@@ -49,3 +50,41 @@ def test_every_rank_has_the_run_of_one_process():
         assert len(runs) == 4
         for found in runs.values():
             check(found, torch.float64)
+
+
+def conversations(**options):
+    """How often this rank's ring came together, in a run."""
+    place = Place.on_a_mesh()
+    before = place.sharding.transport._conversations
+    run(place, **options)
+    return place.sharding.transport._conversations - before
+
+
+def kept_and_recomputed():
+    torch.set_num_threads(1)
+    return conversations(), conversations(checkpoint_activations=True)
+
+
+def test_recomputing_repeats_each_forward_once():
+    """That it does so in the same order on all ranks is what they agree on each time, or raise."""
+    found = lr.launch(kept_and_recomputed, ranks=4, timeout=110)
+    assert len(set(found)) == 1
+    kept, recomputed = found[0]
+    assert recomputed - kept == STEPS * CONFIG.layers
+
+
+def by_accelerate():
+    from accelerate import Accelerator
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    accelerator, place = Accelerator(cpu=True), Place.on_a_mesh()
+    model = made(torch.float64)
+    model, optimiser = accelerator.prepare(model, optimiser_of(model))
+    return Run(trained(place, model, optimiser), whole_parameters(model))
+
+
+def test_what_accelerate_prepares():
+    pytest.importorskip("accelerate")
+    for found in lr.launch(by_accelerate, ranks=4, timeout=110):
+        check(found, torch.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import contextmanager
 
 import pytest
@@ -11,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from training_runs import Place, Run, check, made, optimiser_of, trained, whole_parameters
 
 import longring as lr
@@ -42,6 +43,13 @@ def run(place, mesh, model=None, policy=None, **words):
     return Run(losses, whole_parameters(model))
 
 
+def run_of_its_predecessor(place, **words):
+    model = FullyShardedDataParallel(made(torch.float32), use_orig_params=True, device_id=torch.device("cpu"), **words)
+    losses = trained(place, model, optimiser_of(model))
+    with FullyShardedDataParallel.summon_full_params(model):
+        return Run(losses, whole_parameters(model))
+
+
 def recomputed(**how):
     model = made(torch.float64)
     apply_activation_checkpointing(
@@ -54,9 +62,10 @@ def recomputed(**how):
 
 def every_run():
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of what is deprecated
     place = Place.on_a_mesh()
     everywhere = place.mesh._flatten("everywhere")
-    with pytest.raises(lr.ArgumentError, match="angles are .*bfloat16"):  # which FSDP2 has rounded on their way
+    with pytest.raises(lr.ArgumentError, match=r"angles are .*bfloat16"):  # which FSDP2 has rounded on their way
         run(place, everywhere, made(torch.float32), MixedPrecisionPolicy(**HALF))
     return {
         "over all ranks": run(place, everywhere),
@@ -66,6 +75,8 @@ def every_run():
         "in 16 bits": run(
             place, everywhere, made(torch.float32), MixedPrecisionPolicy(**HALF, cast_forward_inputs=False)
         ),
+        "FSDP1": run_of_its_predecessor(place),
+        "FSDP1 in 16 bits": run_of_its_predecessor(place, mixed_precision=MixedPrecision(**HALF)),
         "checkpointed by the model": run(place, everywhere, made(torch.float64, checkpoint_activations=True)),
         "checkpointed from outside": run(place, everywhere, recomputed()),
         "checkpointed by reentering": run(place, everywhere, recomputed(checkpoint_impl=CheckpointImpl.REENTRANT)),
@@ -75,7 +86,9 @@ def every_run():
 def test_every_rank_has_the_run_of_one_process():
     for runs in lr.launch(every_run, ranks=4, timeout=110):
         check(runs.pop("clipped"), torch.float64, clip=0.25)
-        check(runs.pop("in 16 bits"), torch.float32, autocast=True)
+        for name in ("in 16 bits", "FSDP1 in 16 bits"):
+            check(runs.pop(name), torch.float32, autocast=True)
+        check(runs.pop("FSDP1"), torch.float32)
         check(runs.pop("accumulated"), torch.float64, batches_a_step=2)
         assert len(runs) == 5
         for found in runs.values():

@@ -67,9 +67,11 @@ def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
 def unwrapped(name: str) -> str:
-    kept = (part for part in name.split(".") if part not in ("module", "_orig_mod", "_checkpoint_wrapped_module"))
-    return ".".join(kept)
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 # ----------------------------------------------------------------------------------------------------- one process
