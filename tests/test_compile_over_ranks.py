@@ -25,6 +25,10 @@ def attend(q, k, v, **options):
     return lr.attention(2 * q, k, v, return_lse=True, timeout=30, **options)
 
 
+def packed(q, k, v, **options):
+    return lr.ring_attention(2 * q, k, v, return_lse=True, timeout=30, **options)
+
+
 def mine(s):
     draw = torch.Generator().manual_seed(0)
     return [s.shard(torch.randn(2, N, heads, 8, generator=draw)).requires_grad_() for heads in (4, 2, 2)]
@@ -53,6 +57,7 @@ def cases():
         "ranges": (ranges, {"kv_sharding": ranges, "schedule": "gather"}),
         "a mesh": (lr.Sharding(N, dist.init_device_mesh("cpu", (1, 2)), "striped"), {"schedule": "double_ring"}),
         "documents": (dealt, {"pattern": lr.Dense(documents=documents)}),
+        "a table": (dealt, {"documents": torch.tensor(documents)}),
         "dilated": (contiguous, {"pattern": lr.Dilated([4, 16], [1, 2]), "schedule": "exchange"}),
     }
 
@@ -63,7 +68,7 @@ def differing():
     found = []
     for name, (s, options) in cases().items():
         torch._dynamo.reset()
-        call = partial(attend, sharding=s, **options)
+        call = partial(packed if "documents" in options else attend, sharding=s, **options)
         got = results(torch.compile(call, backend="aot_eager", fullgraph=True), mine(s))
         found += [name for a, b in zip(got, results(call, mine(s)), strict=True) if not a.equal(b)]
     return found
