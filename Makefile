@@ -5,6 +5,7 @@ DEMO_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+FRAMEWORKS := $(VENV)/.frameworks
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -37,13 +38,13 @@ test: check
 	env -u OMP_NUM_THREADS $(BIN)/python -m pytest
 
 # What takes longer than a test may: the slow tests, and random search instead of settled examples.
-soak: $(STAMP)
+soak: $(FRAMEWORKS)
 	env -u OMP_NUM_THREADS $(BIN)/python -m pytest -m slow --timeout=3000
 	env -u OMP_NUM_THREADS HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest --timeout=3000 $(SOAK_ARGS) \
 		tests/geometry/test_tiles.py tests/geometry/test_itinerary.py tests/contracts \
 		tests/test_simulate.py::test_any_task_is_exact_and_sends_what_was_predicted
 
-check: $(STAMP)
+check: $(FRAMEWORKS)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
@@ -66,6 +67,14 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (minutes the first time: torch is large)"
 	@$(PIP_INSTALL) hatchling editables
 	@$(PIP_INSTALL) --no-build-isolation --editable ".[plot,dev]"
+	@touch $@
+
+# What we integrate with, for the tests alone. DeepSpeed and FairScale come as sources, whose builds ask torch about the
+# machine: it has to be there already, and none of DeepSpeed's own kernels are wanted.
+$(FRAMEWORKS): $(STAMP)
+	@echo "installing transformers, lightning, deepspeed and fairscale into $(VENV)"
+	@$(PIP_INSTALL) --no-build-isolation --editable ".[transformers,lightning]"
+	@DS_BUILD_OPS=0 $(PIP_INSTALL) --no-build-isolation --editable ".[deepspeed,fairscale]"
 	@touch $@
 
 clean:
