@@ -6,6 +6,7 @@ golden/torchscale_layers.json has the configs, the names and shapes of state_dic
 from __future__ import annotations
 
 import json
+import re
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -372,9 +373,37 @@ def test_modules_that_would_give_something_else():
             load(module, state)
 
 
+def test_a_memory_of_another_width():
+    case = CASES["decoder layer with memory"]
+    with pytest.raises(lr.ArgumentError, match=r"encoder_attn\.k_proj\.weight must be \[32, 10\], got \[32, 32\]"):
+        load(made(case, memory_dim=10), drawn_state(case))
+
+
 def test_weights_of_another_dtype_are_rounded():
     case = case_of("encoder")
     model = load(made(case).float(), drawn_state(case))
     assert {x.dtype for x in model.parameters()} == {torch.float32}
     out = model(drawn_inputs(case)["x"].float())
     assert (digest(out.detach()) - golden(case)["out"]).norm() / golden(case)["out"].norm() < 1e-5
+
+
+def test_the_page(monkeypatch):
+    """What docs/torchscale.md shows, with fewer and smaller layers."""
+    case = CASES["encoder as Prov-GigaPath's"]
+    state = {f"encoder.{name}": x.float() for name, x in drawn_state(case).items()} | {"cls_token": torch.zeros(1)}
+
+    def loaded(path, *, map_location, weights_only):
+        assert weights_only
+        return {"model": state}
+
+    monkeypatch.setattr(torch, "load", loaded)
+    page = (Path(__file__).parents[2] / "docs" / "torchscale.md").read_text()
+    codes = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert len(codes) == 2
+    for code in codes:
+        for long, short in (('layers": 12', 'layers": 2'), ('embed_dim": 768', 'embed_dim": 32'), ("3072", "48")):
+            code = code.replace(long, short)
+        said = {"__name__": "page"}
+        exec(compile(code, "docs/torchscale.md", "exec"), said)
+    assert said["out"].shape == (1, 500, 32)
+    assert torch.equal(said["model"].stack.norm.bias, state["encoder.layer_norm.bias"])
