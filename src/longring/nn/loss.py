@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..autograd import not_compiled
 from ..errors import ArgumentError, LayoutError, naming_rank
 from ..geometry.patterns import Dense, Problem
 from ..numerics.online_softmax import accumulator_dtype
@@ -67,6 +68,18 @@ def cross_entropy(
     if sharding is not None and not isinstance(sharding, Sharding):
         raise ArgumentError(f"sharding must be a longring.Sharding, got {sharding!r}")
     group = sharding.group if group is None and sharding is not None else group
+    return not_compiled(_mean)(logits, targets, sharding, group, ignore_index, gradients, timeout)
+
+
+def _mean(
+    logits: Tensor,
+    targets: Tensor,
+    sharding: Sharding | None,
+    group: Any,
+    ignore_index: int,
+    gradients: str,
+    timeout: float | None,
+) -> Tensor:
     transport = transport_for(group)
     try:
         with naming_rank(transport.rank, transport.size):
