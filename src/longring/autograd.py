@@ -88,9 +88,7 @@ def not_compiled(function: Callable[..., T]) -> Callable[..., T]:
 
 def refuse_transforms() -> None:
     if torch._C._are_functorch_transforms_active():
-        raise NotBuilt(
-            "transforms of torch.func (grad, vmap, jvp, ...) of attention are not built; use torch.autograd"
-        )
+        raise NotBuilt("transforms of torch.func (grad, vmap, jvp, ...) of attention are not built; use torch.autograd")
 
 
 class OnlyOnce(torch.autograd.Function):
