@@ -1,8 +1,9 @@
-"""torch.compile of a model that trains over 2 x 2 ranks: the losses, and the weights, of one process."""
+"""torch.compile of a model that trains over a ring of two ranks: the losses, and the weights, of one process."""
 
 from __future__ import annotations
 
 import warnings
+from functools import cache
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training_runs import Place, Run, check, made, optimiser_of, trained, whole_parameters
 
 import longring as lr
+from longring.nn import cross_entropy
 
 pytestmark = pytest.mark.processes
 
@@ -24,6 +26,21 @@ def compiled_and_recomputed(place):
     """Attention over ranks breaks the graph of a checkpoint's body, since PyTorch recomputes no effects."""
     model = made(torch.float64, checkpoint_activations=True)
     return DistributedDataParallel(torch.compile(model, backend="aot_eager"))
+
+
+@cache  # or each step would be compiled anew
+def compiled_loss(model, s, mesh):
+    def loss(tokens, targets):
+        return cross_entropy(model(tokens, sharding=s), targets, sharding=s, group=mesh, gradients="mean")
+
+    return torch.compile(loss, backend="aot_eager")
+
+
+class WithItsLoss(Place):
+    """A graph that ends where the loss begins to talk with the other ranks."""
+
+    def loss(self, model, number, gradients="mean"):
+        return compiled_loss(model, self.sharding, self.mesh)(*self.batch(number))
 
 
 def compiled_by_layers(place):
@@ -40,16 +57,19 @@ def every_run():
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    place, found = Place.on_a_mesh(), []
+    place, found = Place.on_a_mesh(1, 2), []
     for compiled in (compiled_whole, compiled_by_layers, compiled_and_recomputed):
         torch._dynamo.reset()
         model = compiled(place)
         losses = trained(place, model, optimiser_of(model))
         found.append(Run(losses, whole_parameters(model)))
-    return found
+    torch._dynamo.reset()
+    model = DistributedDataParallel(made(torch.float64))
+    losses = trained(WithItsLoss(place.mesh, place.sharding), model, optimiser_of(model))
+    return [*found, Run(losses, whole_parameters(model))]
 
 
 def test_every_rank_has_the_run_of_one_process():
-    for runs in lr.launch(every_run, ranks=4, timeout=110):
+    for runs in lr.launch(every_run, ranks=2, timeout=110):
         for run in runs:
             check(run, torch.float64)

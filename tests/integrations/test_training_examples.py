@@ -6,10 +6,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from training_runs import CONTEXT, DATA, LENGTH, made, whole_batch
+
+import longring as lr
+from longring.nn import cross_entropy, next_tokens
 
 pytestmark = pytest.mark.processes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 
 
 def check_losses(*command):
@@ -37,3 +44,24 @@ def test_deepspeed_by_its_launcher():
     pytest.importorskip("deepspeed")
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_local_rank", "--num_gpus", 4]
     check_losses(*launcher, EXAMPLES / "train_deepspeed.py")
+
+
+def what_the_page_shows():
+    """Its one block of code, on whole sequences of the same length, and the gradients of one process."""
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    model, whole = made(torch.float64), whole_batch(0)[0]
+    names = {"lr": lr, "init_device_mesh": init_device_mesh, "next_tokens": next_tokens, "cross_entropy": cross_entropy}
+    names |= {"data": DATA, "context": CONTEXT, "n": LENGTH, "model": model}
+    row = torch.distributed.get_rank() // CONTEXT
+    names["tokens"] = whole[row : row + 1]
+    exec(code.replace('"cuda"', '"cpu"'), names)
+    want = torch.autograd.grad(cross_entropy(model(whole), next_tokens(whole)), list(model.parameters()))
+    for parameter, gradient in zip(model.parameters(), want, strict=True):
+        torch.distributed.all_reduce(parameter.grad)
+        torch.testing.assert_close(parameter.grad / (DATA * CONTEXT), gradient)
+    return names["loss"].item(), cross_entropy(model(whole), next_tokens(whole)).item()
+
+
+def test_the_page_shows_the_loss_and_the_gradients_of_one_process():
+    for found, expected in lr.launch(what_the_page_shows, ranks=4, timeout=60):
+        assert found == pytest.approx(expected, rel=1e-12)
