@@ -10,6 +10,7 @@ import re
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -80,8 +81,8 @@ def golden(case) -> dict[str, torch.Tensor]:
 # ---------------------------------------------------------------------------------------------------------- answers
 
 
-def config_for(case, **more):
-    words = case["words"] | more
+def config_for(case):
+    words = case["words"]
     max_length = 64 if words.get("xpos_rel_pos") else None
     return (encoder_config if "encoder" in case["kind"] else decoder_config)(words, max_length=max_length)
 
@@ -93,7 +94,7 @@ def made(case, **words):
     if case["kind"] == "decoder":
         return LongNetLM(config_for(case), **words)
     is_encoder = case["kind"] == "encoder layer"
-    config = config_for(case) if is_encoder else config_for(case, vocab_size=1)  # which a language model has
+    config = config_for(case)
     words |= config.words() | {"attention": config.attention(causal=not is_encoder), "positions": config.rotary()}
     if is_encoder:
         return EncoderLayer(config.dim, config.heads, **words)
@@ -246,8 +247,9 @@ def test_configs_that_are_refused(words, says):
 def test_more_configs_that_are_refused():
     with pytest.raises(lr.NotBuilt, match=r"without output layer .* layer by layer"):
         decoder_config({**GOOD_DECODER, "no_output_layer": True})
-    with pytest.raises(lr.NotBuilt, match=r"vocab_size=-1"):
-        decoder_config({**GOOD_DECODER, "vocab_size": -1})
+    layers_alone = decoder_config({**GOOD_DECODER, "vocab_size": -1, "no_output_layer": True})
+    with pytest.raises(lr.ArgumentError, match="a language model needs vocab_size"):
+        LongNetLM(layers_alone)
     with pytest.raises(lr.ArgumentError, match="is it a decoder's config at all"):
         decoder_config(Namespace(**GOOD))
     with pytest.raises(lr.ArgumentError, match="max_length is what xPos needs, and nothing else"):
@@ -403,7 +405,7 @@ def test_the_page(monkeypatch):
     for code in codes:
         for long, short in (('layers": 12', 'layers": 2'), ('embed_dim": 768', 'embed_dim": 32'), ("3072", "48")):
             code = code.replace(long, short)
-        said = {"__name__": "page"}
+        said: dict[str, Any] = {"__name__": "page"}
         exec(compile(code, "docs/torchscale.md", "exec"), said)
     assert said["out"].shape == (1, 500, 32)
     assert torch.equal(said["model"].stack.norm.bias, state["encoder.layer_norm.bias"])

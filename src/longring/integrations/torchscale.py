@@ -188,17 +188,18 @@ def _refuse_features(words: _Words) -> None:
 
 
 def _refuse_other_ends(words: _Words) -> None:
-    """An encoder of ours ends in embeddings, a decoder in logits."""
-    has_head = words["vocab_size"] > 0 and not words["no_output_layer"]
-    if words.side == "encoder" and has_head:
+    """An encoder of ours ends in embeddings, a decoder in logits. Layers alone have no vocabulary."""
+    if words["vocab_size"] <= 0:
+        return
+    if words.side == "encoder" and not words["no_output_layer"]:
         raise NotBuilt(
             "an output layer behind an encoder is not built: say no_output_layer=True, leave output_projection.weight "
             "out of the state_dict, and multiply by it"
         )
-    if words.side == "decoder" and not has_head:
+    if words.side == "decoder" and words["no_output_layer"]:
         raise NotBuilt(
-            f"a decoder without output layer is not built (vocab_size={words['vocab_size']}, "
-            f"no_output_layer={words['no_output_layer']}); load it layer by layer"
+            "no_output_layer=True: a decoder of tokens without output layer is not built; leave vocab_size out, and load "
+            "it layer by layer"
         )
 
 
