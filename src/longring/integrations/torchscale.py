@@ -198,8 +198,8 @@ def _refuse_other_ends(words: _Words) -> None:
         )
     if words.side == "decoder" and words["no_output_layer"]:
         raise NotBuilt(
-            "no_output_layer=True: a decoder of tokens without output layer is not built; leave vocab_size out, and load "
-            "it layer by layer"
+            "no_output_layer=True: a decoder of tokens without output layer is not built; leave vocab_size out, and "
+            "load it layer by layer"
         )
 
 
