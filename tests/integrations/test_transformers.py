@@ -27,7 +27,7 @@ from transformers import (
     ViTConfig,
     ViTModel,
 )
-from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
+from transformers.masking_utils import causal_mask_function, create_causal_mask, create_chunked_causal_mask
 
 import longring as lr
 from hugging import (
@@ -50,7 +50,7 @@ from hugging import (
     restarting,
     tokens,
 )
-from longring.integrations.transformers import attend, register, shard_batch, sharded
+from longring.integrations.transformers import attend, register, requested, shard_batch, sharded
 from longring.nn.loss import cross_entropy
 from longring.testing import run_ranks
 from longring.testing.budgets import SLACK, distance
@@ -130,6 +130,42 @@ def test_models_that_never_ask_for_a_mask():
     torch.testing.assert_close(*seen)
 
 
+def test_boundaries_of_documents_may_be_said_twice():
+    """As the collator says them that flattens a batch; they must be those of the position ids."""
+    packed = {"position_ids": restarting()[:1], "use_cache": False}
+    made, ends = model("llama", "longring").eval(), torch.tensor(DOCUMENTS[0])
+    twice = made(tokens()[:1], **packed, cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=14).logits
+    torch.testing.assert_close(twice, model("llama", "sdpa").eval()(tokens()[:1], **packed).logits)
+    made(tokens(), cu_seq_lens_k=torch.tensor([0, LENGTH]))
+    with pytest.raises(lr.PatternError, match=r"cu_seq_lens_k tells of documents \[0, 9, 29\], but .* \[\[0, 5, 6, 20"):
+        made(tokens()[:1], **packed, cu_seq_lens_k=torch.tensor([0, 9, LENGTH]))
+
+
+def test_position_ids_of_padding_do_not_matter():
+    """Some tokenizers let them be 0 or 1."""
+    is_token = padding().bool()
+    positions = torch.arange(LENGTH).where(is_token, 0)
+
+    def program(group):
+        s = lr.Sharding(LENGTH, group)
+        batch = shard_batch(tokens(), s, attention_mask=padding())
+        with sharded(batch):
+            logits = model("llama", "longring").eval()(s.shard(tokens()), position_ids=s.shard(positions)).logits
+        return s.unshard(logits)
+
+    want = model("llama", "sdpa").eval()(tokens(), attention_mask=padding()).logits[is_token]
+    alone = model("llama", "longring").eval()(tokens(), attention_mask=padding(), position_ids=positions).logits
+    for got in (alone, run_ranks(2, program)[0]):
+        torch.testing.assert_close(got[is_token], want, rtol=1e-10, atol=1e-12)
+
+
+def test_padding_that_a_cache_has_forgotten_does_not_matter():
+    """Keys 2 to 4 are left of a window's cache; in 0 and 1 nobody looks."""
+    there = torch.tensor([[0, 0, 1, 1, 1]], dtype=torch.bool)
+    mask = requested(1, 1, 3, q_offset=4, kv_offset=2, mask_function=causal_mask_function, attention_mask=there)
+    assert (mask.pattern, mask.query_offset) == (lr.Dense(), 2)
+
+
 def test_a_decoder_can_look_both_ways():
     made = [model("mistral", attention).eval() for attention in ("longring", "sdpa")]
     both = [each(tokens(), attention_mask=padding(), is_causal=False).logits for each in made]
@@ -187,13 +223,13 @@ def test_autocast_within_twice_the_error_of_sdpa():
 
     def logits(attention):
         with torch.autocast("cpu", torch.bfloat16):
-            return model("llama", attention, torch.float32)(tokens()).logits
+            return model("llama", attention, torch.float32)(tokens(), use_cache=False).logits
 
     def program(group):
         s = lr.Sharding(LENGTH, group)
         batch = shard_batch(tokens(), s)
         with sharded(batch), torch.autocast("cpu", torch.bfloat16):
-            return s.unshard(model("llama", "longring", torch.float32)(**batch.inputs).logits)
+            return s.unshard(model("llama", "longring", torch.float32)(**batch.inputs, use_cache=False).logits)
 
     exact = of_one_process(Case("llama")).logits
     allowed = SLACK * distance(logits("sdpa"), exact)
@@ -333,7 +369,7 @@ def hole():
         ({"temperature_of_attention": 2.0}, lr.NotBuilt, "temperature_of_attention: it is not known"),
         ({"position_ids": restarting()}, lr.PatternError, "restart within a row"),
         ({"position_ids": restarting(), "attention_mask": padding()}, lr.PatternError, "use_cache=False"),
-        ({"cu_seq_lens_q": torch.tensor([0, 5, LENGTH])}, lr.PatternError, "cu_seq_lens_q tells of packed documents"),
+        ({"cu_seq_lens_q": torch.tensor([0, 5, LENGTH])}, lr.PatternError, "cu_seq_lens_q tells of documents"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(options, error, said):
@@ -565,7 +601,7 @@ def test_unregistered_transformers_refuses_the_name():
 
 def test_without_transformers_its_name_and_remedy_are_said():
     done = said_by("import sys; sys.modules['transformers'] = None\nimport longring.integrations.transformers")
-    assert "needs transformers of 5.0 or later; install it with: pip install 'longring[transformers]'" in done.stderr
+    assert "needs transformers of 5.22 or later; install it with: pip install 'longring[transformers]'" in done.stderr
     assert (
         said_by("import longring, longring.integrations, sys; assert 'transformers' not in sys.modules").returncode == 0
     )

@@ -27,7 +27,7 @@ try:
     from transformers import AttentionInterface, AttentionMaskInterface
 except ImportError as error:
     raise ImportError(
-        "longring.integrations.transformers needs transformers of 5.0 or later; "
+        "longring.integrations.transformers needs transformers of 5.22 or later; "
         "install it with: pip install 'longring[transformers]'"
     ) from error
 
@@ -167,7 +167,7 @@ class Request:
     def __init__(self, pattern: Dense, queries: int, keys: int, query_offset: int, dealt: Dealt | None) -> None:
         self.pattern, self.dealt = pattern, dealt
         self.queries, self.keys, self.query_offset = queries, keys, query_offset  # on this rank
-        self._checked: Tensor | None = None
+        self._seen: list[Tensor] = []
 
     def contiguous(self) -> Request:
         """What `generate` asks of masks that it makes in advance and gives to the model as tensors."""
@@ -176,16 +176,34 @@ class Request:
             "use the growing cache, which is the default"
         )
 
-    def check_positions(self, position_ids: Tensor | None) -> None:
-        """Looks at them once, not in every layer: on a GPU looking waits."""
-        if not isinstance(position_ids, Tensor) or position_ids.ndim != 2 or position_ids is self._checked:
+    def check(self, given: Mapping[str, Any]) -> None:
+        """Looks at what tells of positions once, not in every layer: on a GPU looking waits."""
+        for name in ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k"):
+            x = given.get(name)
+            if not isinstance(x, Tensor) or any(x is seen for seen in self._seen):
+                continue
+            if name == "position_ids":
+                self._check_positions(x)
+            else:
+                self._refuse_other_boundaries(name, x)
+            self._seen.append(x)
+
+    def _check_positions(self, position_ids: Tensor) -> None:
+        if position_ids.ndim != 2:  # of several kinds, as for images
             return
         if self.dealt is None:
             self._refuse_documents_unseen(position_ids)
         else:
-            with _telling_the_others(self.dealt):
-                self._refuse_other_positions(position_ids, self.dealt)
-        self._checked = position_ids
+            self._refuse_other_positions(position_ids, self.dealt)
+
+    def _refuse_other_boundaries(self, name: str, boundaries: Tensor) -> None:
+        length = self.keys if self.dealt is None else self.dealt.sharding.length
+        documents = set(self.pattern.documents or ((0, length),))
+        if documents != {tuple(boundaries.tolist())}:
+            raise PatternError(
+                f"{name} tells of documents {boundaries.tolist()}, but the mask is for {[list(x) for x in documents]}; "
+                "pass position_ids that restart with them, use_cache=False and no attention_mask"
+            )
 
     def _refuse_documents_unseen(self, position_ids: Tensor) -> None:
         if self.pattern.documents is not None or position_ids.shape[1] != self.queries:
@@ -242,15 +260,16 @@ def requested(
     **not_needed: Any,
 ) -> Request:
     """What transformers calls for a mask: the pattern that its mask function and its padding mask stand for."""
-    facts = _facts(mask_function)
     offset = int(q_offset) - int(kv_offset)
     dealt = _dealt.get()
     if dealt is not None:
         with _telling_the_others(dealt):
             _refuse_other_layers(config)
             _refuse_frequencies_of_ranks(dealt, config)
+            facts = _facts(mask_function)
             return _requested_of_ranks(dealt, facts, batch_size, (q_length, kv_length, offset), attention_mask)
     _refuse_recomputation()
+    facts = _facts(mask_function)
     lengths = None if attention_mask is None else _lengths(_columns(attention_mask, int(kv_offset), kv_length))
     documents = None if facts.packed is None else [_boundaries(row) for row in facts.packed.tolist()]
     pattern = Dense(causal=facts.causal, window=facts.window, documents=documents, lengths=lengths)
@@ -431,9 +450,7 @@ def _refuse_frequencies_of_ranks(dealt: Dealt, config: Any) -> None:
         kind = str(rope.get("rope_type", "default"))
         if kind == "longrope":
             limit = rope["original_max_position_embeddings"]
-            ends = [
-                min(end, limit + 1) for end in _ends_in_sight(dealt)
-            ]  # all that it asks is whether that is exceeded
+            ends = [min(end, limit + 1) for end in _ends_in_sight(dealt)]  # it asks no more than whether they exceed
         elif "dynamic" in kind:
             limit = config.max_position_embeddings
             ends = _ends_in_sight(dealt)
@@ -472,7 +489,7 @@ HARMLESS = {
     "use_cache",
 }
 # What is honoured, or held against the pattern
-CHECKED = {"cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "is_causal", "position_ids", "seq_idx", "sliding_window"}
+CHECKED = {"cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "is_causal", "position_ids", "sliding_window"}
 REFUSED = {
     "alibi": "a bias on the scores",
     "attention_bias": "a bias on the scores",
@@ -496,9 +513,9 @@ def attend(
     **given: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in every layer, with [batch, heads, n, d]; it wants [batch, n, heads, d] back."""
-    request = _request(module, query, key, attention_mask, given)
-    with _telling_the_others(request.dealt):
-        _refuse(dropout, given, request)
+    with _telling_the_others(attention_mask.dealt if isinstance(attention_mask, Request) else _dealt.get()):
+        request = _request(module, query, key, attention_mask, given)
+        _refuse(dropout, given, request.pattern)
     q, k, v = (_as_autocast(x).transpose(1, 2) for x in (query, key, value))
     options: dict[str, Any] = {"query_offset": request.query_offset}
     if request.dealt is not None:
@@ -530,7 +547,7 @@ def _request(
             f"attention meets {queries} queries and {keys} keys, but its mask was made for {mask.queries} and "
             f"{mask.keys}"
         )
-    mask.check_positions(given.get("position_ids"))
+    mask.check(given)
     return mask
 
 
@@ -552,7 +569,7 @@ def _request_without_mask(module: torch.nn.Module, queries: int, keys: int, give
     return Request(Dense(causal=causal), queries, keys, keys - queries, None)
 
 
-def _refuse(dropout: float, given: Mapping[str, Any], request: Request) -> None:
+def _refuse(dropout: float, given: Mapping[str, Any], pattern: Dense) -> None:
     """What attention cannot honour; a word that nobody here knows may change what is computed, and is refused too."""
     if dropout:
         raise NotBuilt(
@@ -565,7 +582,7 @@ def _refuse(dropout: float, given: Mapping[str, Any], request: Request) -> None:
         if name in REFUSED:
             raise NotBuilt(f"{name}: {REFUSED[name]} is not built yet, and is never silently ignored")
         raise NotBuilt(f"{name}: it is not known what it would change in attention, and it is never silently ignored")
-    _check_given(given, request.pattern)
+    _check_given(given, pattern)
 
 
 def _check_given(given: Mapping[str, Any], pattern: Dense) -> None:
@@ -577,9 +594,3 @@ def _check_given(given: Mapping[str, Any], pattern: Dense) -> None:
         )
     if window is not None and (pattern.window is None or pattern.window[0] not in (window - 1, window)):
         raise NotBuilt(f"sliding_window={window}, but the model's mask is for the window {pattern.window}")
-    for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"):
-        if given.get(name) is not None and pattern.documents is None:
-            raise PatternError(
-                f"{name} tells of packed documents, but the mask has none; pass position_ids that restart, "
-                "use_cache=False and no attention_mask"
-            )
