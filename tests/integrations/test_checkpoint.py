@@ -21,7 +21,7 @@ def set_up(data, context):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     place = Place.on_a_mesh(data, context)
-    model = fully_shard(made(torch.float64), mesh=place.mesh._flatten("everywhere"))
+    model = fully_shard(made(torch.float64), mesh=dist.init_device_mesh("cpu", (data * context,)))
     return place, model, optimiser_of(model)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import nullcontext
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from training_runs import Place, Run, check, made, optimiser_of, trained, whole_
 
 import longring as lr
 
-pytest.importorskip("fairscale")
-pytestmark = pytest.mark.processes
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(find_spec("fairscale") is None, reason="fairscale is not installed"),
+]
 
 
 class NoStream:

@@ -7,13 +7,14 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
-from training_runs import Place, Run, check, made, optimiser_of, trained, whole_parameters
+from training_runs import CONTEXT, DATA, Place, Run, check, made, optimiser_of, trained, whole_parameters
 
 import longring as lr
 from longring.nn import DecoderLayer
@@ -64,7 +65,7 @@ def every_run():
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of what is deprecated
     place = Place.on_a_mesh()
-    everywhere = place.mesh._flatten("everywhere")
+    everywhere = dist.init_device_mesh("cpu", (DATA * CONTEXT,))
     with pytest.raises(lr.ArgumentError, match=r"angles are .*bfloat16"):  # which FSDP2 has rounded on their way
         run(place, everywhere, made(torch.float32), MixedPrecisionPolicy(**HALF))
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from training_runs import BATCH, LENGTH, STEPS, Place, Run, check, made, optimis
 import longring as lr
 from longring.nn import cross_entropy
 
-pytest.importorskip("lightning")
-pytestmark = pytest.mark.processes
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed"),
+]
 
 
 def samples():

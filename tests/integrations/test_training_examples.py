@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -28,20 +29,25 @@ def check_losses(*command):
         assert float(found) == pytest.approx(float(alone), abs=1e-4)
 
 
+def skip_without(name):
+    if find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+
+
 def test_fsdp_by_launch():
     check_losses(sys.executable, EXAMPLES / "train_fsdp.py")
 
 
 @pytest.mark.parametrize("name", ["lightning", "deepspeed"])
 def test_by_torchrun(name):
-    pytest.importorskip(name)
+    skip_without(name)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 4]
     check_losses(*torchrun, EXAMPLES / f"train_{name}.py")
 
 
 @pytest.mark.slow
 def test_deepspeed_by_its_launcher():
-    pytest.importorskip("deepspeed")
+    skip_without("deepspeed")
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_local_rank", "--num_gpus", 4]
     check_losses(*launcher, EXAMPLES / "train_deepspeed.py")
 
