@@ -91,3 +91,8 @@ def test_its_sequence_parallel_group_is_a_ring():
         for found in runs:
             check(found, torch.float32)
         check(clipped, torch.float32, clip=0.25)
+
+
+def test_a_group_that_is_none():
+    with pytest.raises(lr.ArgumentError, match="group must be a torch ProcessGroup or a DeviceMesh, got 'nccl'"):
+        backward(None, torch.ones(()), group="nccl")
