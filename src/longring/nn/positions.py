@@ -85,8 +85,11 @@ class Rotary(nn.Module):
     def _check(self, x: Tensor, angles: Angles) -> None:
         if x.ndim != 4 or x.shape[-1] != self.head_dim:
             raise ArgumentError(f"x must be [batch, n, heads, {self.head_dim}], got shape {list(x.shape)}")
-        if angles.cos.dtype != accumulator_dtype(x.dtype):
-            raise ArgumentError(f"angles are {angles.cos.dtype}, but x is {x.dtype}; say dtype= to `at`")
+        if angles.cos.dtype != (wanted := accumulator_dtype(x.dtype)):
+            raise ArgumentError(
+                f"angles are {angles.cos.dtype}, but for x in {x.dtype} they must be {wanted}; say dtype= to `at`, and "
+                "cast_forward_inputs=False to the mixed precision of FSDP2, which rounds them"
+            )
         rows, tokens = angles.cos.shape[:2]
         if tokens != x.shape[1] or rows not in (1, x.shape[0]):
             raise ArgumentError(f"positions are of {rows} rows and {tokens} tokens, but x has shape {list(x.shape)}")
