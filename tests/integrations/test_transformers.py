@@ -13,14 +13,24 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import (
+    BartConfig,
+    BartForCausalLM,
     BertConfig,
     BertLMHeadModel,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    MobileBertConfig,
+    MobileBertModel,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
+    RobertaConfig,
+    RobertaModel,
     StaticCache,
     T5Config,
     T5EncoderModel,
@@ -508,17 +518,91 @@ def test_rotary_embeddings_that_depend_on_the_longest_in_sight(layout, fits, rop
             run_ranks(2, program)
 
 
-def test_models_that_mix_tokens_by_other_means_are_refused_over_ranks():
+MIXING = {
+    "Lfm2Config has layers of type 'conv'": (
+        Lfm2ForCausalLM,
+        Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]),
+    ),
+    r"RecurrentGemmaModel has a convolution \(layers.0": (RecurrentGemmaForCausalLM, RecurrentGemmaConfig(**GROUPED)),
+    "trigram_input mixes neighbouring tokens": (MobileBertModel, MobileBertConfig(vocab_size=VOCABULARY)),
+}
+
+
+@pytest.mark.parametrize("said", MIXING)
+def test_models_that_mix_tokens_by_other_means_are_refused_over_ranks(said):
     register()
-    config = Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"])
+    kind, config = MIXING[said]
+    with torch.device("meta"):
+        made = kind._from_config(config, attn_implementation="longring").eval()
 
     def program(group):
+        batch = shard_batch(tokens().to("meta"), lr.Sharding(LENGTH, group, "contiguous"))
+        with sharded(batch, timeout=20.0):
+            made(**batch.inputs)
+
+    with pytest.raises(lr.NotBuilt, match=said):
+        run_ranks(2, program)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_cross_attention_over_ranks_is_refused_whatever_the_encoders_length(name, masked):
+    """As long as a shard it would pass for the keys of this rank."""
+    register()
+    if name == "bert":
+        config = BertConfig(**SIZES, is_decoder=True, add_cross_attention=True, pad_token_id=None)
+        made = BertLMHeadModel._from_config(config, attn_implementation="longring").eval()
+    else:
+        config = GPT2Config(vocab_size=VOCABULARY, n_embd=24, n_layer=1, n_head=4, add_cross_attention=True)
+        config.bos_token_id = config.eos_token_id = None
+        made = GPT2LMHeadModel._from_config(config, attn_implementation="longring").eval()
+
+    def program(group):
+        sharding = lr.Sharding(LENGTH, group, "contiguous")
+        batch, length = shard_batch(tokens(), sharding), sharding.local_length
+        given = {"encoder_attention_mask": torch.ones(BATCH, length)} if masked else {}
+        with sharded(batch, timeout=20.0):
+            made(**batch.inputs, encoder_hidden_states=torch.randn(BATCH, length, 24), use_cache=False, **given)
+
+    with pytest.raises(lr.NotBuilt, match="cross-attention over ranks is not built"):
+        run_ranks(2, program)
+
+
+def test_models_that_count_tokens_themselves_are_refused_over_ranks():
+    register()
+    sizes = {"d_model": 24, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 32}
+    bart = BartForCausalLM._from_config(BartConfig(vocab_size=VOCABULARY, **sizes), attn_implementation="longring")
+
+    def program(group, made, leaving_out=()):
         batch = shard_batch(tokens(), lr.Sharding(LENGTH, group, "contiguous"))
         with sharded(batch, timeout=20.0):
-            Lfm2ForCausalLM._from_config(config, attn_implementation="longring")(**batch.inputs)
+            made.eval()(**{name: x for name, x in batch.inputs.items() if name not in leaving_out})
 
-    with pytest.raises(lr.NotBuilt, match="Lfm2Config has layers of type 'conv'"):
-        run_ranks(2, program)
+    with pytest.raises(lr.NotBuilt, match="BartDecoder takes no position_ids"):
+        run_ranks(2, lambda group: program(group, bart))
+    with pytest.raises(lr.LayoutError, match="BertModel was given no position_ids"):
+        run_ranks(2, lambda group: program(group, model("bert", "longring"), ["position_ids"]))
+
+
+def test_position_ids_of_models_that_begin_behind_their_padding():
+    register()
+    config, states = RobertaConfig(**{**SIZES, "pad_token_id": 1}), {}
+    for attention in ("sdpa", "longring"):
+        torch.manual_seed(0)
+        states[attention] = RobertaModel._from_config(config, attn_implementation=attention, dtype=torch.float64).eval()
+    ids = tokens() % (VOCABULARY - 2) + 2  # no token is padding
+    want = states["sdpa"](ids).last_hidden_state
+
+    def program(group, first):
+        sharding = lr.Sharding(LENGTH, group, "zigzag")
+        batch = shard_batch(ids, sharding)
+        given = {**batch.inputs, "position_ids": batch.inputs["position_ids"] + first}
+        with sharded(batch, timeout=20.0):
+            return sharding.unshard(states["longring"](**given).last_hidden_state)
+
+    torch.testing.assert_close(run_ranks(2, lambda group: program(group, 2))[0], want, rtol=1e-10, atol=1e-12)
+    with pytest.raises(lr.LayoutError, match=r"shard_batch \+ 2, since .* first token has position id 2"):
+        run_ranks(2, lambda group: program(group, 0))
 
 
 @pytest.mark.parametrize("changes", [{"position_ids": None}, {"attention_mask": padding()}, {"head_mask": True}])

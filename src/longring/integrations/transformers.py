@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,11 @@ except ImportError as error:
     ) from error
 
 NAME = "longring"
+MASKS = "transformers.masking_utils"
+CROSS = (
+    "cross-attention over ranks is not built: its keys are of another sequence, of which `sharded` says nothing; "
+    "run the decoder in one process"
+)
 
 
 def register() -> None:
@@ -167,6 +173,7 @@ class Request:
     def __init__(self, pattern: Dense, queries: int, keys: int, query_offset: int, dealt: Dealt | None) -> None:
         self.pattern, self.dealt = pattern, dealt
         self.queries, self.keys, self.query_offset = queries, keys, query_offset  # on this rank
+        self.first_position = 0  # the position id of a sequence's first token
         self._seen: list[Tensor] = []
 
     def contiguous(self) -> Request:
@@ -194,7 +201,7 @@ class Request:
         if self.dealt is None:
             self._refuse_documents_unseen(position_ids)
         else:
-            self._refuse_other_positions(position_ids, self.dealt)
+            _refuse_other_positions(position_ids, self.dealt, self.first_position)
 
     def _refuse_other_boundaries(self, name: str, boundaries: Tensor) -> None:
         length = self.keys if self.dealt is None else self.dealt.sharding.length
@@ -215,24 +222,6 @@ class Request:
             raise PatternError(
                 "position_ids restart within a row, as for packed documents, but transformers looks for documents only "
                 "without an attention_mask and without a cache: pass neither, and use_cache=False"
-            )
-
-    def _refuse_other_positions(self, position_ids: Tensor, dealt: Dealt) -> None:
-        expected = _positions(dealt.sharding, dealt.documents).to(position_ids.device)
-        if position_ids.shape[1] != expected.shape[1]:
-            raise LayoutError(
-                f"position_ids hold {position_ids.shape[1]} tokens, but "
-                f"{dealt.sharding.layout} deals {expected.shape[1]} of {dealt.sharding.length} to this rank"
-            )
-        differ = position_ids != expected
-        if dealt.lengths is not None:
-            differ = differ & _is_token(dealt, position_ids.device)
-        if differ.any():
-            row, column = (int(i) for i in differ.nonzero()[0])
-            got, want = (int(x.expand_as(differ)[row, column]) for x in (position_ids, expected))
-            raise LayoutError(
-                f"token {column} of row {row} has position id {got}, but "
-                f"{dealt.sharding.layout} deals the one at {want} there; give the model the position_ids of shard_batch"
             )
 
 
@@ -264,10 +253,16 @@ def requested(
     dealt = _dealt.get()
     if dealt is not None:
         with _telling_the_others(dealt):
+            model, its = _who_asks(inspect.currentframe())
             _refuse_other_layers(config)
+            _refuse_other_mixing(model)
             _refuse_frequencies_of_ranks(dealt, config)
             facts = _facts(mask_function)
-            return _requested_of_ranks(dealt, facts, batch_size, (q_length, kv_length, offset), attention_mask)
+            request = _requested_of_ranks(dealt, facts, batch_size, (q_length, kv_length, offset), attention_mask)
+            _refuse_counting_of_its_own(model, its.get("position_ids"))
+            request.first_position = _first_position(model)
+            request.check(its)
+            return request
     _refuse_recomputation()
     facts = _facts(mask_function)
     lengths = None if attention_mask is None else _lengths(_columns(attention_mask, int(kv_offset), kv_length))
@@ -350,7 +345,7 @@ def _facts(function: Callable[..., Any] | None) -> _Facts:
 def _parts(function: Callable[..., Any] | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """(name of the maker, what it was given) of each function in an intersection."""
     name = getattr(function, "__qualname__", repr(function))
-    if getattr(function, "__module__", None) != "transformers.masking_utils" or not inspect.isfunction(function):
+    if getattr(function, "__module__", None) != MASKS or not inspect.isfunction(function):
         yield f"a function of its own ({name})", {}
         return
     maker, given = name.partition(".")[0], inspect.getclosurevars(function).nonlocals
@@ -433,14 +428,76 @@ def _refuse_other_documents(dealt: Dealt, packed: Tensor) -> None:
         )
 
 
+def _refuse_other_positions(position_ids: Tensor, dealt: Dealt, first: int) -> None:
+    expected = _positions(dealt.sharding, dealt.documents).to(position_ids.device) + first
+    if position_ids.shape[1] != expected.shape[1]:
+        raise LayoutError(
+            f"position_ids hold {position_ids.shape[1]} tokens, but "
+            f"{dealt.sharding.layout} deals {expected.shape[1]} of {dealt.sharding.length} to this rank"
+        )
+    differ = position_ids != expected
+    if dealt.lengths is not None:
+        differ = differ & _is_token(dealt, position_ids.device)
+    if differ.any():
+        row, column = (int(i) for i in differ.nonzero()[0])
+        got, want = (int(x.expand_as(differ)[row, column]) for x in (position_ids, expected))
+        more = f" + {first}, since this model's first token has position id {first}" if first else ""
+        raise LayoutError(
+            f"token {column} of row {row} has position id {got}, but {dealt.sharding.layout} deals the one at {want} "
+            f"there; give the model the position_ids of shard_batch{more}"
+        )
+
+
+def _who_asks(frame: FrameType | None) -> tuple[torch.nn.Module, Mapping[str, Any]]:
+    """The model, and the names within its forward. transformers does not say for whom a mask is; the stack does."""
+    while frame is not None:
+        names = frame.f_locals
+        model = names.get("self")
+        if isinstance(model, torch.nn.Module) and frame.f_code.co_name == "forward":
+            return model, names
+        if frame.f_globals.get("__name__") == MASKS and names.get("encoder_hidden_states") is not None:
+            raise NotBuilt(CROSS)
+        frame = frame.f_back
+    raise NotBuilt("a mask is asked for outside of any model's forward, so over ranks it cannot be known for whom")
+
+
+def _refuse_counting_of_its_own(model: torch.nn.Module, position_ids: Tensor | None) -> None:
+    """A model that counts the tokens it is given would count from 0 on every rank."""
+    name = type(model).__name__
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        raise NotBuilt(f"{name} takes no position_ids, so over ranks it would count every shard from 0")
+    if position_ids is None:
+        raise LayoutError(f"{name} was given no position_ids; over ranks it needs those of shard_batch")
+
+
+def _first_position(model: torch.nn.Module) -> int:
+    """RoBERTa and its like leave the rows of their table up to that of the padding to no token."""
+    for name, table in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(table, torch.nn.Embedding):
+            return 0 if table.padding_idx is None else table.padding_idx + 1
+    return 0
+
+
+def _refuse_other_mixing(model: torch.nn.Module) -> None:
+    """Convolutions, which all recurrent layers of transformers bring along, would run over this rank's tokens alone."""
+    for name, part in model.named_modules():
+        if isinstance(part, (torch.nn.Conv1d, torch.nn.Conv2d)):
+            raise NotBuilt(
+                f"{type(model).__name__} has a convolution ({name}), which mixes tokens by other means than attention, "
+                "and so cannot be dealt over ranks"
+            )
+
+
 def _refuse_other_layers(config: Any) -> None:
-    """Convolutions and recurrences would run over this rank's tokens as if they were the sequence."""
+    """Layers that say themselves that they are no attention, or tokens that look at their neighbours."""
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if others:
         raise NotBuilt(
             f"{type(config).__name__} has layers of type {min(others)!r}, which mix tokens by other means than "
             "attention, and so cannot be dealt over ranks"
         )
+    if getattr(config, "trigram_input", False):
+        raise NotBuilt(f"{type(config).__name__}: trigram_input mixes neighbouring tokens, which ranks do not have")
 
 
 def _refuse_frequencies_of_ranks(dealt: Dealt, config: Any) -> None:
@@ -537,6 +594,8 @@ def _request(
     module: torch.nn.Module, query: Tensor, key: Tensor, mask: Request | Tensor | None, given: Mapping[str, Any]
 ) -> Request:
     queries, keys = query.shape[2], key.shape[2]
+    if _dealt.get() is not None and getattr(module, "is_cross_attention", "Cross" in type(module).__name__):
+        raise NotBuilt(CROSS)
     if mask is None:
         return _request_without_mask(module, queries, keys, given)
     if not isinstance(mask, Request):
