@@ -584,6 +584,31 @@ def test_models_that_count_tokens_themselves_are_refused_over_ranks():
         run_ranks(2, lambda group: program(group, model("bert", "longring"), ["position_ids"]))
 
 
+class WithLossOfItsOwn(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = model("llama", "longring")
+
+    def forward(self, batch, labels):
+        with sharded(batch, timeout=20.0):
+            logits = self.model(**batch.inputs).logits
+        return cross_entropy(logits, labels, sharding=batch.sharding)
+
+
+def test_a_models_own_loss_is_refused_over_ranks_but_not_that_of_who_wraps_it():
+    def program(group, own):
+        batch = shard_batch(tokens(), lr.Sharding(LENGTH, group, "contiguous"))
+        if not own:
+            return WithLossOfItsOwn()(batch, batch.targets)
+        with sharded(batch, timeout=20.0):
+            return model("llama", "longring")(**batch.inputs, labels=batch.targets).loss
+
+    with pytest.raises(lr.NotBuilt, match=r"LlamaForCausalLM is given labels.* leave labels out"):
+        run_ranks(2, lambda group: program(group, own=True))
+    one, two = run_ranks(2, lambda group: program(group, own=False))
+    assert one == two
+
+
 def test_position_ids_of_models_that_begin_behind_their_padding():
     register()
     config, states = RobertaConfig(**{**SIZES, "pad_token_id": 1}), {}
@@ -654,11 +679,13 @@ def test_every_rank_needs_a_token():
         ({"attention_mask": padding().flip(1)}, "left padding"),
         ({"attention_mask": padding()[:1]}, r"attention_mask must be \[2, 29\] as input_ids are, got \[1, 29\]"),
         ({"labels": tokens()[:, 1:]}, "labels must be"),
+        ({"input_ids": tokens()[0]}, r"input_ids must be \[batch, n\], got \[29\]"),
+        ({"sharding": None}, "sharding must be a longring.Sharding, got None"),
     ],
 )
 def test_batches_that_contradict_themselves_are_refused(options, said):
     with pytest.raises(lr.ArgumentError, match=said):
-        shard_batch(tokens(), lr.Sharding(LENGTH), **options)
+        shard_batch(**{"input_ids": tokens(), "sharding": lr.Sharding(LENGTH), **options})
 
 
 # ------------------------------------------------------------------------------------------- what is told and imported

@@ -79,6 +79,11 @@ def shard_batch(
     attention_mask:  1 for tokens and 0 for padding behind them.
     documents:       boundaries [0, b1, ..., n] of packed documents, one list or one per row.
     """
+    if not isinstance(sharding, Sharding):
+        raise ArgumentError(f"sharding must be a longring.Sharding, got {sharding!r}")
+    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
+        got = list(input_ids.shape) if isinstance(input_ids, Tensor) else repr(input_ids)
+        raise ArgumentError(f"input_ids must be [batch, n], got {got}")
     for name, x in (("labels", labels), ("attention_mask", attention_mask)):
         if x is not None and x.shape != input_ids.shape:
             raise ArgumentError(f"{name} must be {list(input_ids.shape)} as input_ids are, got {list(x.shape)}")
@@ -253,7 +258,10 @@ def requested(
     dealt = _dealt.get()
     if dealt is not None:
         with _telling_the_others(dealt):
-            model, its = _who_asks(inspect.currentframe())
+            frame = _who_asks(inspect.currentframe())
+            model, its = frame.f_locals["self"], frame.f_locals
+            if dealt.sharding.ranks > 1:
+                _refuse_own_loss(frame)
             _refuse_other_layers(config)
             _refuse_other_mixing(model)
             _refuse_frequencies_of_ranks(dealt, config)
@@ -448,17 +456,32 @@ def _refuse_other_positions(position_ids: Tensor, dealt: Dealt, first: int) -> N
         )
 
 
-def _who_asks(frame: FrameType | None) -> tuple[torch.nn.Module, Mapping[str, Any]]:
-    """The model, and the names within its forward. transformers does not say for whom a mask is; the stack does."""
+def _who_asks(frame: FrameType | None) -> FrameType:
+    """The forward of the model. transformers does not say for whom a mask is; the stack does."""
     while frame is not None:
-        names = frame.f_locals
-        model = names.get("self")
-        if isinstance(model, torch.nn.Module) and frame.f_code.co_name == "forward":
-            return model, names
-        if frame.f_globals.get("__name__") == MASKS and names.get("encoder_hidden_states") is not None:
+        if _is_forward(frame):
+            return frame
+        if frame.f_globals.get("__name__") == MASKS and frame.f_locals.get("encoder_hidden_states") is not None:
             raise NotBuilt(CROSS)
         frame = frame.f_back
     raise NotBuilt("a mask is asked for outside of any model's forward, so over ranks it cannot be known for whom")
+
+
+def _is_forward(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "forward" and isinstance(frame.f_locals.get("self"), torch.nn.Module)
+
+
+def _refuse_own_loss(frame: FrameType | None) -> None:
+    """Of stock models around the one that asks; whoever wraps them may well be given labels, and do right by them."""
+    while frame is not None:
+        if _is_forward(frame) and frame.f_locals.get("labels") is not None:
+            model = type(frame.f_locals["self"])
+            if model.__module__.startswith("transformers."):
+                raise NotBuilt(
+                    f"{model.__name__} is given labels, but its own loss would know of this rank's tokens alone; leave "
+                    "labels out, and give its logits and the targets of shard_batch to longring.nn.cross_entropy"
+                )
+        frame = frame.f_back
 
 
 def _refuse_counting_of_its_own(model: torch.nn.Module, position_ids: Tensor | None) -> None:
