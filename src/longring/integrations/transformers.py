@@ -474,13 +474,13 @@ def _is_forward(frame: FrameType) -> bool:
 def _refuse_own_loss(frame: FrameType | None) -> None:
     """Of stock models around the one that asks; whoever wraps them may well be given labels, and do right by them."""
     while frame is not None:
-        if _is_forward(frame) and frame.f_locals.get("labels") is not None:
-            model = type(frame.f_locals["self"])
-            if model.__module__.startswith("transformers."):
-                raise NotBuilt(
-                    f"{model.__name__} is given labels, but its own loss would know of this rank's tokens alone; leave "
-                    "labels out, and give its logits and the targets of shard_batch to longring.nn.cross_entropy"
-                )
+        of_transformers = str(frame.f_globals.get("__name__")).startswith("transformers.")
+        if of_transformers and _is_forward(frame) and frame.f_locals.get("labels") is not None:
+            raise NotBuilt(
+                f"{type(frame.f_locals['self']).__name__} is given labels, but its own loss would know of this rank's "
+                "tokens alone; leave labels out, and give its logits and the targets of shard_batch to "
+                "longring.nn.cross_entropy"
+            )
         frame = frame.f_back
 
 
