@@ -230,6 +230,8 @@ TABLES = {
     ),
     "a module": lambda q, k, v, documents: RING(q, k, v, documents=documents, lengths=documents[-2:]),
     "a dilated module": lambda q, k, v, documents: DILATED(q, k, v, documents=documents),
+    "a dilated module, lengths": lambda q, k, v, documents: DILATED(q, k, v, lengths=documents[-2:] // 2),
+    "a dilated module, both": lambda q, k, v, documents: DILATED(q, k, v, documents=documents, lengths=documents[-2:]),
     "lengths": lambda q, k, v, documents: lr.ring_attention(q, k, v, documents=documents, lengths=documents[-2:] // 2),
 }
 
@@ -244,8 +246,47 @@ def test_one_graph_serves_any_number_of_documents(call):
     assert counter.frame_count == 1
 
 
-def test_tables_of_numbers_that_are_wrong():
-    call = compiled(TABLES["ring"])
+def test_two_graphs_serve_any_lengths_of_rows():
+    """The compiler takes the first numbers for constants; 0 and 1 it knows from others."""
+    counter = CompileCounterWithBackend("aot_eager")
+    once = compiled(DILATED, counter)
+    for lengths in ([13, 5], [7, 13], [2, 3], [13, 13], [12, 11], [4, 9]):
+        told = {"lengths": lengths}
+        assert_same_bits(results(partial(once, **told), inputs()), results(partial(DILATED, **told), inputs()))
+    assert counter.frame_count == 2
+
+
+def test_one_graph_serves_every_length_of_torchscale():
+    """Whose padding depends on what divides the length."""
+    call = longring.nn.DilatedAttention(
+        segment_lengths=[4, 8, 32], dilation_rates=[1, 2, 4], causal=False, compat="torchscale"
+    )
+    counter, counts = CompileCounterWithBackend("aot_eager"), set()
+    once = compiled(call, counter, dynamic=True)
+    for n in (13, 8, 12, 16, 7, 32, 64, 40):
+        got, want = results(once, inputs(n, kv_heads=4)), results(call, inputs(n, kv_heads=4))
+        assert got[0].equal(want[0])
+        torch.testing.assert_close(got, want)  # through a factor that is 1
+        counts.add(counter.frame_count)
+    assert len(counts) == 1
+
+
+def test_torchscale_exported():
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v):
+            words = {"segment_lengths": [4, 8, 32], "dilation_rates": [1, 2, 4], "causal": False}
+            return lr.dilated_attention(q, k, v, **words, compat="torchscale")
+
+    n = torch.export.Dim("n", min=2, max=1000)
+    dims = {name: {1: n} for name in "qkv"}
+    program = torch.export.export(Attention(), tuple(inputs(13, kv_heads=4)), dynamic_shapes=dims)
+    for n in (13, 8, 64):
+        assert program.module()(*inputs(n, kv_heads=4)).equal(Attention()(*inputs(n, kv_heads=4)))
+
+
+@pytest.mark.parametrize("name", ["ring", "a dilated module, both"])
+def test_tables_of_numbers_that_are_wrong(name):
+    call = compiled(TABLES[name])
     with pytest.raises(lr.PatternError, match=r"documents must end at the 13 keys of the sequence, but end at 12"):
         call(*inputs(), torch.tensor([0, 4, 12]))
 
@@ -354,6 +395,21 @@ def test_exported(strict, pattern):
         want = lr.attention(*inputs(n), pattern=pattern, return_lse=True)
         for got in (program.module()(*inputs(n)), again(*inputs(n))):
             assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_exported_with_numbers_that_follow_the_sequence(strict):
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v):
+            n = q.shape[1]
+            near = lr.ring_attention(q, k, v, window=(n // 2, 0), query_offset=n // 3)
+            return near + lr.dilated_attention(q, k, v, segment_lengths=[4, n], dilation_rates=[1, 2])
+
+    n = torch.export.Dim("n", min=2, max=1000)
+    dims = {name: {1: n} for name in "qkv"}
+    program = torch.export.export(Attention(), tuple(inputs(13)), dynamic_shapes=dims, strict=strict)
+    for n in (13, 29):
+        assert program.module()(*inputs(n)).equal(Attention()(*inputs(n)))
 
 
 # -------------------------------------------------------------------------------------------- what is refused

@@ -81,7 +81,9 @@ def refuse_contradictions(
     if mixing_gradient:
         raise ArgumentError("mixing_gradient=True contradicts compat='torchscale', whose mixing weights are constants")
     if documents is not None:
-        raise ArgumentError("documents contradict compat='torchscale', which knows one sequence in each row")
+        raise ArgumentError(
+            "documents contradict compat='torchscale', and so do lengths: it knows one sequence in each row"
+        )
     if return_lse:
         raise ArgumentError("return_lse=True: compat='torchscale' mixes by weights that no one log-sum-exp stands for")
 
@@ -108,20 +110,31 @@ class ReleasedBranch(Branch):
             _refuse_late_outputs(w, r, problem.n_k)
 
     def zero_keys(self, n: int, positions: Tensor) -> Tensor | None:
-        """How many keys of the padding rows meet, [heads, positions]; None where no row of the n meets any.
+        """How many keys of the padding rows meet, [heads, positions]; None where it is plain that none does.
 
         That code cuts a segment longer than the sequence to it, and pads with zeros: the sequence to whole segments,
         then each segment to a multiple of the rate. The zeros are behind the last key, where causal rows do not look.
         """
         (w, r) = self.branches[0]
-        w = min(w, n)
-        if self.causal or (n % w == 0 and w % r == 0):
+        if self.causal:
+            return None
+        w: int = torch.sym_min(w, n)  # type: ignore[assignment]
+        if _is_multiple(n, w) and _is_multiple(w, r):
             return None
         blocks = phases(self.heads, r, self.phase)
         phase = torch.tensor([[f] for f, heads in blocks.items() for _ in heads], device=positions.device)
         start = positions // w * w
         real = ((n - start).clamp(max=w) - phase + r - 1) // r
         return -(-w // r) - real
+
+
+def _is_multiple(n: int, of: int) -> bool:
+    """Whether that is plain: to ask it of a compiler's symbol would make a graph for each answer."""
+    if not torch.compiler.is_compiling():
+        return n % of == 0
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # which loads the compiler
+
+    return statically_known_true(n % of == 0)
 
 
 def released_branches(pattern: Dilated, q: Tensor) -> list[ReleasedBranch]:

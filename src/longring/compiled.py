@@ -26,7 +26,7 @@ from .branches import Branch, ReleasedBranch
 from .call import Options, check_tensors, prepare
 from .errors import ArgumentError
 from .geometry.head_split import HeadSplit
-from .geometry.patterns import Dense, Dilated, Pattern, Table, tables_of
+from .geometry.patterns import Dense, Dilated, PaddingApart, Pattern, Table, tables_of
 from .kernels.contract import Upstream
 from .numerics.online_softmax import accumulator_dtype
 from .sharding import Sharding
@@ -170,7 +170,7 @@ for _operation in OVER_RANKS:  # which every rank takes part in, in the same ord
 RANKS = "Ranks"
 PATTERNS = (Dense, Dilated, HeadSplit, Branch, ReleasedBranch)
 NAMED = {
-    **{kind: tuple(field.name for field in fields(kind) if field.init) for kind in PATTERNS},
+    **{kind: tuple(field.name for field in fields(kind) if field.init) for kind in (*PATTERNS, PaddingApart)},
     Options: Options._fields,
 }
 KINDS = {**{kind.__name__: kind for kind in (*NAMED, Sharding, range)}, RANKS: transport_named}
@@ -197,8 +197,8 @@ def _spelled(value: Any, whole: list[int], real: list[float]) -> str:
         return "range" + _spelled((value.start, value.stop, value.step), whole, real)
     if value is None or isinstance(value, (bool, str)):
         return repr(value)
-    if isinstance(value, int):
-        whole.append(value)
+    if isinstance(value, (int, torch.SymInt)):
+        whole.append(value)  # type: ignore[arg-type]
         return "i"
     if isinstance(value, float):
         real.append(value)

@@ -78,8 +78,8 @@ class Dense:
     def __post_init__(self) -> None:
         _check_bool("causal", self.causal)
         object.__setattr__(self, "window", _clean_window(self.window))
-        object.__setattr__(self, "documents", _unless_a_table(clean_documents, self.documents))
-        object.__setattr__(self, "lengths", _unless_a_table(_clean_lengths, self.lengths))
+        object.__setattr__(self, "documents", _unless_unknown(clean_documents, self.documents))
+        object.__setattr__(self, "lengths", _unless_unknown(_clean_lengths, self.lengths))
 
     @property
     def only_limits(self) -> tuple[int | None, int | None] | None:
@@ -171,7 +171,7 @@ class Dilated:
             raise PatternError(f"phase must be 'mod' or 'block', got {self.phase!r}")
         object.__setattr__(self, "segment_lengths", segments)
         object.__setattr__(self, "dilation_rates", rates)
-        object.__setattr__(self, "documents", _unless_a_table(clean_documents, self.documents))
+        object.__setattr__(self, "documents", _unless_unknown(clean_documents, self.documents))
 
     @property
     def only_limits(self) -> None:
@@ -255,18 +255,51 @@ class Table:
 
     values: Any
 
+    def known(self) -> Any:
+        return self.values
+
+
+@dataclass(frozen=True)
+class PaddingApart:
+    """Documents for dilated attention of n tokens whose rows end in padding, which is a document of its own.
+
+    Boundaries come and go with the numbers of `lengths`, and so are made of them only when those are known.
+    """
+
+    documents: Any
+    lengths: Any
+    batch: int
+    n: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", _unless_unknown(_clean_lengths, self.lengths))
+
+    def known(self) -> list[list[int]]:
+        """Boundaries for each row by which its padding is the last document, which nothing before it meets."""
+        dense = with_known_tables(Dense(documents=self.documents, lengths=self.lengths))
+        dense.check(Problem(self.batch, self.n, self.n, 1, 0))
+        rows = dense.documents or ((0, self.n),)
+        if len(rows) == 1:
+            rows = rows * self.batch
+        return [
+            sorted({0, *(boundary for boundary in row if boundary < length), length, self.n})
+            for row, length in zip(rows, dense.lengths, strict=True)
+        ]
+
 
 def tables_of(pattern: Any) -> list[Any]:
     """What the tables for documents and for lengths hold, each None if there is no such table."""
-    held = (getattr(pattern, name, None) for name in ("documents", "lengths"))
+    documents = getattr(pattern, "documents", None)
+    holder = documents if isinstance(documents, PaddingApart) else pattern
+    held = (getattr(holder, name, None) for name in ("documents", "lengths"))
     return [values.values if isinstance(values, Table) else None for values in held]
 
 
 def with_known_tables(pattern: Any) -> Any:
     documents, lengths = getattr(pattern, "documents", None), getattr(pattern, "lengths", None)
-    if isinstance(documents, Table):
-        pattern = replace(pattern, documents=documents.values)
-    return replace(pattern, lengths=lengths.values) if isinstance(lengths, Table) else pattern
+    if isinstance(documents, Table | PaddingApart):
+        pattern = replace(pattern, documents=documents.known())
+    return replace(pattern, lengths=lengths.known()) if isinstance(lengths, Table) else pattern
 
 
 def phases(kv_heads: int, rate: int, phase: str) -> dict[int, range]:
@@ -311,8 +344,8 @@ def _documents_near(boundaries: tuple[int, ...], near: Shard) -> Iterator[range]
 # -------------------------------------------------------------------------------------- what users give
 
 
-def _unless_a_table(clean: Callable[[Any], Any], values: Any) -> Any:
-    return values if isinstance(values, Table) else clean(values)
+def _unless_unknown(clean: Callable[[Any], Any], values: Any) -> Any:
+    return values if isinstance(values, Table | PaddingApart) else clean(values)
 
 
 def clean_documents(documents: Any) -> Documents | None:
@@ -384,7 +417,8 @@ def _check_bool(name: str, value: Any) -> None:
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    # torch.export has symbols for lengths that are no ints, and geometry does not know torch
+    return (isinstance(value, int) and not isinstance(value, bool)) or type(value).__name__ == "SymInt"
 
 
 def _plain(value: Any) -> Any:

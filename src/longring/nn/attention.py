@@ -12,7 +12,7 @@ from ..branches import refuse_contradictions
 from ..call import check_scale
 from ..errors import ArgumentError, PatternError
 from ..functional import CAUSAL, attention, dilated_attention, tabled
-from ..geometry.patterns import Dense, Dilated, Pattern, Problem
+from ..geometry.patterns import Dense, Dilated, PaddingApart, Pattern
 from ..kernels.select import check_kernel
 from ..schedules.select import check_schedule
 from ..sharding import Sharding
@@ -96,10 +96,9 @@ class Attention(nn.Module):
     ) -> Any:
         pattern = self.pattern if causal is None else replace(self.pattern, causal=causal)
         if documents is not None:
-            is_looked_at = lengths is not None and not isinstance(pattern, Dense)
-            pattern = _with_documents(pattern, documents if is_looked_at else tabled(documents))
+            pattern = _with_documents(pattern, tabled(documents))
         if lengths is not None:
-            pattern = _with_lengths(pattern, lengths, q, k, where)
+            pattern = _with_lengths(pattern, tabled(lengths), q, k, where)
         return self._attend(q, k, v, pattern, where)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, where: Where) -> Any:
@@ -206,23 +205,10 @@ def _with_lengths(pattern: Pattern, lengths: Any, q: Tensor, k: Tensor, where: W
     if isinstance(pattern, Dense):
         if pattern.lengths is not None:
             raise PatternError(f"lengths were given with the call, and to the module already: {pattern.lengths}")
-        return replace(pattern, lengths=tabled(lengths))
+        return replace(pattern, lengths=lengths)
     if where.get("kv_sharding") is not None or q.shape[1] != k.shape[1] or where.get("query_offset") is not None:
         raise PatternError("lengths in dilated attention are for queries and keys that are the same tokens")
-    return replace(pattern, documents=_padding_apart(pattern, lengths, k.shape[0], _tokens(k, where)))
-
-
-def _padding_apart(pattern: Dilated, lengths: Any, batch: int, n: int) -> list[list[int]]:
-    """Boundaries for each row by which its padding is the last document, which nothing before it meets."""
-    dense = Dense(documents=pattern.documents, lengths=lengths)
-    dense.check(Problem(batch, n, n, 1, 0))
-    checked, rows = dense.lengths or (), dense.documents or ((0, n),)
-    if len(rows) == 1:
-        rows = rows * batch
-    return [
-        sorted({0, *(boundary for boundary in row if boundary < length), length, n})
-        for row, length in zip(rows, checked, strict=True)
-    ]
+    return replace(pattern, documents=PaddingApart(pattern.documents, lengths, k.shape[0], _tokens(k, where)))
 
 
 def _tokens(x: Tensor, where: Where) -> int:
