@@ -121,6 +121,9 @@ def test_copies_states_and_the_meta_device(name):
         torch.nn.init.constant_(parameter, torch.nan)
     empty.reset_parameters()
     assert empty(x, **case.told).isfinite().all()
+    with torch.device("meta"):  # as FSDP's users write it
+        assert all(parameter.is_meta for parameter in case.kind(case.config).parameters())
+        case.kind(case.config, device="cpu")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -259,6 +262,14 @@ def test_more_that_is_refused():
         LongNetLM(LongNetConfig(**SMALL, **BRANCHES))
     with pytest.raises(lr.ArgumentError, match="embed_dim must be a multiple"):
         Decoder(DecoderConfig(vocab_size=5, dim=24, heads=5))
+    with pytest.raises(lr.ArgumentError, match=r"config must be a longring\.models\.LongNetConfig, got DecoderConfig"):
+        LongNet(TINY)  # type: ignore[arg-type]
+    with pytest.raises(lr.ArgumentError, match=r"config must be a longring\.models\.DecoderConfig, got dict"):
+        Decoder(asdict(TINY))  # type: ignore[arg-type]
+    with pytest.raises(lr.ArgumentError, match="tie_embeddings must be True or False, got 'no'"):
+        DecoderConfig(vocab_size=5, tie_embeddings="no")  # type: ignore[arg-type]
+    with pytest.raises(lr.ArgumentError, match="sub_layernorm must be True or False, got 1"):
+        LongNetConfig(sub_layernorm=1)  # type: ignore[arg-type]
     with pytest.raises(lr.ArgumentError, match="checkpoint_activations"):
         Decoder(TINY, checkpoint_activations=1)
     with pytest.raises(TypeError, match="dropout"):
@@ -268,6 +279,8 @@ def test_more_that_is_refused():
         model(torch.zeros(1, 41, dtype=torch.int64))
     with pytest.raises(lr.ArgumentError, match="whole numbers"):
         model(torch.zeros(1, 4))
+    with pytest.raises(lr.ArgumentError, match=r"int64 or int32, got torch\.uint8"):
+        model(torch.zeros(1, 4, dtype=torch.uint8))
     with pytest.raises(lr.ArgumentError, match=rf"embeddings \[batch, n, {DIM}\]"):
         LongNet(LongNetConfig(**SMALL, **BRANCHES))(torch.zeros(1, 4, dtype=torch.int64))
     with pytest.raises(lr.ArgumentError, match="no rotary embedding"):

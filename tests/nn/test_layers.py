@@ -110,6 +110,12 @@ def test_the_gain_is_in_the_feedforward_too():
 def test_refusals():
     with pytest.raises(lr.ArgumentError, match="activation"):
         FeedForward(8, 8, activation="tanh")
+    with pytest.raises(lr.ArgumentError, match="hidden must be a whole number of at least 1, got 0"):
+        EncoderLayer(E, H, feedforward_dim=0)
+    with pytest.raises(lr.ArgumentError, match="gain must be a positive number, got 0"):
+        FeedForward(8, 8, gain=0)
+    with pytest.raises(lr.ArgumentError, match="cross_attention must be True or False, got 'no'"):
+        DecoderLayer(E, H, cross_attention="no")  # type: ignore[arg-type]
     with pytest.raises(lr.ArgumentError, match="norm must be one of"):
         EncoderLayer(E, H, norm="batch")
     with pytest.raises(lr.ArgumentError, match="norm_first"):

@@ -248,6 +248,10 @@ def test_what_nothing_can_be_made_of():
         ({"num_heads": 4, "positions": "rotary"}, "positions must be"),
         ({"num_heads": 4, "kernel": "fast"}, "kernel"),
         ({"num_heads": 4, "window": (1, 2, 3)}, "window"),
+        ({"num_heads": 4, "gain": -1}, "gain must be a positive number, got -1"),
+        ({"num_heads": 4, "eps": "1e-5"}, "eps must be a positive number, got '1e-5'"),
+        ({"num_heads": 4, "bias": "no"}, "bias must be True or False, got 'no'"),
+        ({"num_heads": 4, "sub_layernorm": None}, "sub_layernorm must be True or False, got None"),
     ):
         with pytest.raises(lr.ArgumentError, match=says):
             MultiheadAttention(E, **words)
@@ -274,6 +278,8 @@ def test_what_nothing_can_be_made_of():
         ({"key_padding_mask": torch.zeros(3, N).bool(), "lengths": [N] * 3}, lr.ArgumentError, "say the same"),
         ({"value": drawn()}, lr.ArgumentError, "value was given without key"),
         ({"key": drawn(), "value": drawn(M)}, lr.ArgumentError, "differ in tokens"),
+        ({"key": [1, 2]}, lr.ArgumentError, r"key must be a tensor \[batch, n, 24\], got list"),
+        ({"is_causal": "yes"}, lr.ArgumentError, "is_causal must be True or False, got 'yes'"),
         ({"key": drawn(width=5)}, lr.ArgumentError, r"key must be \[batch, n, 24\]"),
         ({"positions": torch.arange(N)}, lr.ArgumentError, "no rotary embedding"),
         ({"sharding": "zigzag"}, lr.ArgumentError, "must be a longring.Sharding"),

@@ -11,9 +11,10 @@ from ..errors import ArgumentError
 from ..geometry.patterns import Dense
 from ..nn.attention import Attention, DilatedAttention, Options
 from ..nn.layers import DecoderLayer
+from ..nn.multihead import check_bools
 from ..nn.norms import make_norm
 from ..nn.positions import Rotary
-from .stack import LanguageModel, Stack, check_sizes, normal_weights, reset_parts
+from .stack import LanguageModel, Stack, check_config, check_sizes, normal_weights, reset_parts
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         check_sizes(self, "vocab_size", "dim", "layers", "heads")
+        check_bools(tie_embeddings=self.tie_embeddings)
         for name in ("window", "segment_lengths", "dilation_rates"):  # a list out of JSON is as good as a tuple
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
@@ -82,6 +84,7 @@ class Decoder(LanguageModel):
         dtype: torch.dtype | None = None,
         **options: Unpack[Options],
     ) -> None:
+        check_config(config, DecoderConfig)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         positions = Rotary(config.dim // config.heads, base=config.base)
         layers = (

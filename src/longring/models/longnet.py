@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from ..errors import ArgumentError
 from ..nn.attention import DilatedAttention, Options
 from ..nn.layers import DecoderLayer, EncoderLayer
-from ..nn.multihead import magneto_gain
+from ..nn.multihead import check_bools, magneto_gain
 from ..nn.norms import make_norm
 from ..nn.positions import Rotary, XPos
 from ..sharding import Sharding
-from .stack import LanguageModel, Stack, check_sizes, check_tokens, normal_weights, reset_parts
+from .stack import LanguageModel, Stack, check_config, check_sizes, check_tokens, normal_weights, reset_parts
 
 POSITIONS = ("xpos", "rotary", None)
 
@@ -72,9 +72,8 @@ class LongNetConfig:
             )
         if self.scale_base is not None and self.positions != "xpos":
             raise ArgumentError(f"scale_base={self.scale_base!r} is xPos's, but positions={self.positions!r}")
-        for name in ("final_norm", "embedding_norm"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise ArgumentError(f"{name} must be True or False, got {value!r}")
+        flags = ("sub_layernorm", "tie_embeddings", "norm_first", "final_norm", "embedding_norm")
+        check_bools(**{name: getattr(self, name) for name in flags})
         self.attention(causal=True)  # which refuses what it cannot be made of
 
     def attention(self, *, causal: bool, **options: Unpack[Options]) -> DilatedAttention:
@@ -129,6 +128,7 @@ class LongNet(nn.Module):
         **options: Unpack[Options],
     ) -> None:
         super().__init__()
+        check_config(config, LongNetConfig)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         if config.vocab_size is not None:
             self.embedding = nn.Embedding(config.vocab_size, config.dim, **made)
@@ -181,6 +181,7 @@ class LongNetLM(LanguageModel):
         dtype: torch.dtype | None = None,
         **options: Unpack[Options],
     ) -> None:
+        check_config(config, LongNetConfig)
         if config.vocab_size is None:
             raise ArgumentError("a language model needs vocab_size")
         made: dict[str, Any] = {"device": device, "dtype": dtype}

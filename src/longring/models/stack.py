@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import ArgumentError
 from ..nn.layers import DecoderLayer, EncoderLayer, FeedForward
-from ..nn.multihead import Multihead, held_positions
+from ..nn.multihead import Multihead, check_bools, check_size, held_positions
 from ..nn.positions import Angles, Rotary, XPos, check_positive
 from ..numerics.online_softmax import accumulator_dtype
 from ..sharding import Sharding
@@ -38,8 +38,7 @@ class Stack(nn.Module):
         checkpoint_activations: bool = False,
     ) -> None:
         super().__init__()
-        if not isinstance(checkpoint_activations, bool):
-            raise ArgumentError(f"checkpoint_activations must be True or False, got {checkpoint_activations!r}")
+        check_bools(checkpoint_activations=checkpoint_activations)
         check_positive("embedding_scale", embedding_scale)
         self.embedding_scale = float(embedding_scale)
         self.embedding_norm = embedding_norm
@@ -124,9 +123,9 @@ class LanguageModel(nn.Module):
 
 
 def check_tokens(tokens: Tensor) -> None:
-    if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.is_floating_point() or tokens.dtype == torch.bool:
+    if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.dtype not in (torch.int32, torch.int64):
         spoken = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else repr(tokens)
-        raise ArgumentError(f"tokens must be whole numbers [batch, n], got {spoken}")
+        raise ArgumentError(f"tokens must be whole numbers [batch, n], int64 or int32, got {spoken}")
 
 
 def reset_parts(model: nn.Module) -> None:
@@ -152,8 +151,11 @@ def normal_weights(model: nn.Module, layers: int, std: float = 0.02) -> None:
             nn.init.normal_(module.down.weight, std=narrow)
 
 
+def check_config(config: Any, kind: type[Any]) -> None:
+    if not isinstance(config, kind):
+        raise ArgumentError(f"config must be a longring.models.{kind.__name__}, got {type(config).__name__}")
+
+
 def check_sizes(config: Any, *names: str) -> None:
     for name in names:
-        size = getattr(config, name)
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ArgumentError(f"{name} must be a whole number of at least 1, got {size!r}")
+        check_size(name, getattr(config, name))

@@ -13,7 +13,7 @@ from ..errors import ArgumentError
 from ..geometry.patterns import Dense
 from ..sharding import Sharding
 from .attention import Attention
-from .multihead import Multihead
+from .multihead import Multihead, check_bools, check_size
 from .norms import make_norm
 from .positions import Angles, Rotary, check_positive
 
@@ -43,6 +43,11 @@ class FeedForward(nn.Module):
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ArgumentError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
+        for name, size in (("dim", dim), ("hidden", hidden)):
+            check_size(name, size)
+        check_bools(bias=bias, sub_layernorm=sub_layernorm)
+        if gain is not None:
+            check_positive("gain", gain)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.activation, self.gain = activation, gain
         self.gate = nn.Linear(dim, hidden, bias=bias, **made) if activation == "swiglu" else None
@@ -117,8 +122,7 @@ class _Layer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(norm_first, bool):
-            raise ArgumentError(f"norm_first must be True or False, got {norm_first!r}")
+        check_bools(norm_first=norm_first)
         check_positive("residual_scale", residual_scale)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.norm_first, self.residual_scale = norm_first, float(residual_scale)
@@ -214,6 +218,7 @@ class DecoderLayer(_Layer):
         memory_dim: int | None = None,
         **words: Unpack[LayerWords],
     ) -> None:
+        check_bools(cross_attention=cross_attention)
         own = Attention() if attention is None else attention
         super().__init__(embed_dim, num_heads, attention=own, **words)
         if isinstance(own, Attention) and not own.pattern.causal:

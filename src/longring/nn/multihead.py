@@ -13,7 +13,7 @@ from ..errors import ArgumentError, NotBuilt
 from ..geometry.patterns import Dense
 from ..sharding import Sharding
 from .attention import Attention, DilatedAttention, Options
-from .positions import Angles, Rotary
+from .positions import Angles, Rotary, check_positive
 
 
 class Multihead(nn.Module):
@@ -67,6 +67,10 @@ class Multihead(nn.Module):
         sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "kv_heads": kv_heads, "kdim": kdim, "vdim": vdim}
         _check_sizes(sizes)
         _check_parts(attention, positions, embed_dim // num_heads)
+        check_bools(bias=bias, sub_layernorm=sub_layernorm)
+        if gain is not None:
+            check_positive("gain", gain)
+        check_positive("eps", eps)
         self.embed_dim, self.num_heads, self.kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim = embed_dim // num_heads
         self.kdim, self.vdim = kdim, vdim
@@ -164,6 +168,7 @@ class Multihead(nn.Module):
         positions:         where queries stand, for rotary embeddings, instead of their places in the whole sequence;
                            key_positions likewise, and the same as the queries' where there is no key.
         """
+        check_bools(is_causal=is_causal)
         if need_weights:
             raise NotBuilt("need_weights=True: weights are never in memory, all at once or otherwise; pass False")
         key, value = self._check_inputs(query, key, value)
@@ -205,6 +210,8 @@ class Multihead(nn.Module):
         key = query if key is None else key
         value = key if value is None else value
         for name, x, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
+            if not isinstance(x, Tensor):
+                raise ArgumentError(f"{name} must be a tensor [batch, n, {width}], got {type(x).__name__}")
             if x.ndim != 3 or x.shape[2] != width:
                 raise ArgumentError(f"{name} must be [batch, n, {width}], got shape {list(x.shape)}")
         if key.shape[:2] != value.shape[:2]:
@@ -331,7 +338,8 @@ def magneto_gain(*, encoder_layers: int = 0, decoder_layers: int = 0, of: str = 
 def _xavier_by_rows(weight: Tensor, rows: tuple[int, ...], gains: tuple[float, ...]) -> None:
     """Xavier's normal draws for several weights that lie one under the other in one, which FSDP may have sharded."""
     stds = [gain * math.sqrt(2 / (outs + weight.shape[1])) for outs, gain in zip(rows, gains, strict=True)]
-    column = torch.tensor(stds).repeat_interleave(torch.tensor(rows)).unsqueeze(1).to(weight.device, weight.dtype)
+    made: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+    column = torch.cat([torch.full((outs, 1), std, **made) for outs, std in zip(rows, stds, strict=True)])
     if hasattr(weight, "device_mesh"):
         from torch.distributed.tensor import DTensor, Replicate
 
@@ -426,11 +434,21 @@ def _refuse(dropout: float, add_bias_kv: bool, add_zero_attn: bool, batch_first:
 
 def _check_sizes(sizes: dict[str, int]) -> None:
     for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ArgumentError(f"{name} must be a whole number of at least 1, got {size!r}")
+        check_size(name, size)
     for whole, part in (("embed_dim", "num_heads"), ("num_heads", "kv_heads")):
         if sizes[whole] % sizes[part]:
             raise ArgumentError(f"{whole} must be a multiple of {part}, got {sizes[whole]} and {sizes[part]}")
+
+
+def check_size(name: str, size: Any) -> None:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ArgumentError(f"{name} must be a whole number of at least 1, got {size!r}")
+
+
+def check_bools(**given: Any) -> None:
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise ArgumentError(f"{name} must be True or False, got {value!r}")
 
 
 def _check_parts(attention: Attention, positions: Rotary | None, head_dim: int) -> None:
