@@ -228,6 +228,13 @@ def test_a_word_that_simulate_does_not_know_is_a_type_error():
     refused(TypeError, "unexpected keyword argument 'casual'", lr.simulate, Q, Q, Q, ranks=2, casual=True)
 
 
+def test_words_of_others_are_told_where_they_belong():
+    refused(TypeError, "'causal'; causal= is for pattern=longring.Dense", lr.attention, Q, Q, Q, causal=False)
+    refused(TypeError, "'is_causal'; causal= is for pattern=longring.Dense", lr.ring_attention, Q, Q, Q, is_causal=True)
+    refused(TypeError, "'is_causal'; causal= is for .* modules", lr.nn.RingAttention(), Q, Q, Q, is_causal=True)
+    refused(TypeError, "'softmax_scale'; it is scale= here", lr.attention, Q, Q, Q, softmax_scale=1.0)
+
+
 # ------------------------------------------------------------------------------------------------- simulate
 
 
@@ -394,6 +401,19 @@ def test_rates_that_leave_rows_out_are_warned_about():
     with pytest.warns(lr.RowsLeftOut, match=r"every dilation rate of \[3\] is above 1"):
         lr.attention(Q, Q, Q, pattern=pattern)
     lr.attention(Q, Q, Q, pattern=pattern)  # once: a second warning would be an error here
+    module = lr.nn.Attention(lr.Dilated([8], [5]))
+    with pytest.warns(lr.RowsLeftOut) as seen:
+        torch.nn.Sequential(Thrice(module))(Q)
+    assert [warning.filename for warning in seen] == [__file__]  # and not that of a module of torch
+
+
+class Thrice(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x, x, x)
 
 
 @pytest.mark.parametrize("name", ["layout", "schedule", "kernel"])

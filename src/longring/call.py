@@ -39,10 +39,13 @@ from .transport.select import transport_for, world_size
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 NOT_BUILT = {
     "dropout": ("dropout", "dropout_p"),
-    "a bias or a mask given as a tensor": ("bias", "attn_bias", "attn_mask", "mask", "alibi_slopes"),
+    "a bias": ("bias", "attn_bias", "alibi_slopes"),
+    "a mask given as a tensor": ("attn_mask", "attention_mask", "key_padding_mask", "mask"),
     "softcap": ("softcap", "logit_cap"),
     "attention sinks": ("sinks", "sink"),
 }
+SPELLED = {"is_causal": "causal", "window_size": "window", "cu_seqlens": "documents", "softmax_scale": "scale"}
+OF_PATTERNS = ("causal", "window", "documents", "lengths")
 
 _log = logging.getLogger("longring")
 
@@ -279,7 +282,8 @@ def _warn_of_rows_left_out(rates: tuple[int, ...]) -> None:
 def _level_of_the_caller() -> int:
     """How many frames up longring was called from outside."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("longring."):
+    # calls go through torch where a module is called, and where the compiler has been loaded
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("longring.", "torch.")):
         level, frame = level + 1, frame.f_back
     return level
 
@@ -299,4 +303,12 @@ def refuse_unbuilt(function: str, given: dict[str, Any]) -> None:
         for feature, names in NOT_BUILT.items():
             if name in names:
                 raise NotBuilt(f"{name}={given[name]!r}: {feature} is not built yet, and is never silently ignored")
-        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{_hint(name)}")
+
+
+def _hint(name: str) -> str:
+    """Where to say what is known by another name, or is not for this function."""
+    here = SPELLED.get(name, name)
+    if here in OF_PATTERNS:
+        return f"; {here}= is for pattern=longring.Dense(...), for longring.ring_attention and for modules"
+    return "" if here == name else f"; it is {here}= here"
