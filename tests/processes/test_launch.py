@@ -263,11 +263,12 @@ def free_port():
 
 
 CALLER = """
-import sys
+import signal, sys
 sys.path.insert(0, {here!r})
 import longring as lr
 import test_launch
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell takes from what it runs in the background
     lr.launch(test_launch.tell_pid_and_wait, {path!r}, ranks=2)
 """
 
