@@ -60,6 +60,7 @@ from hugging import (
     restarting,
     tokens,
 )
+from longring.integrations import transformers as integration
 from longring.integrations.transformers import attend, register, requested, shard_batch, sharded
 from longring.nn.loss import cross_entropy
 from longring.testing import run_ranks
@@ -248,6 +249,25 @@ def test_autocast_within_twice_the_error_of_sdpa():
         assert 0 < distance(got, exact) <= allowed
 
 
+def test_autocast_leaves_float64_alone():
+    x = torch.randn(3, 1, 4, LENGTH, 8, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, _ = attend(torch.nn.Module(), *x, None)
+    torch.testing.assert_close(
+        got.transpose(1, 2), torch.nn.functional.scaled_dot_product_attention(*x, is_causal=True)
+    )
+
+
+def test_a_layer_can_ask_for_the_same_bits_each_time(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        integration, "attention", lambda q, k, v, **options: asked.append(options.get("deterministic", False)) or q
+    )
+    for given in ({}, {"deterministic": False}, {"deterministic": True}):
+        attend(torch.nn.Module(), *torch.randn(3, 1, 4, LENGTH, 8), None, **given)
+    assert asked == [False, False, True]
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_layers_are_recomputed_outside_of_sharded(monkeypatch, reentrant):
     """The backward repeats the forward's messages, in the same order on all ranks."""
@@ -379,6 +399,7 @@ def hole():
         ({"temperature_of_attention": 2.0}, lr.NotBuilt, "temperature_of_attention: it is not known"),
         ({"position_ids": restarting()}, lr.PatternError, "restart within a row"),
         ({"position_ids": restarting(), "attention_mask": padding()}, lr.PatternError, "use_cache=False"),
+        ({"position_ids": torch.arange(LENGTH)[None].sub(1).clamp(min=0)}, lr.PatternError, "restart within a row"),
         ({"cu_seq_lens_q": torch.tensor([0, 5, LENGTH])}, lr.PatternError, "cu_seq_lens_q tells of documents"),
     ],
 )
@@ -410,6 +431,14 @@ def test_softcaps_and_sinks_and_biases_are_refused():
     config = T5Config(vocab_size=VOCABULARY, d_model=24, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
     with pytest.raises(lr.NotBuilt, match="bias"):
         T5EncoderModel._from_config(config, attn_implementation="longring").eval()(tokens())
+
+
+@pytest.mark.parametrize(("name", "window"), [("mixed", WINDOW - 1), ("mixed", WINDOW + 1), ("qwen2", WINDOW)])
+def test_a_layer_of_another_window_than_its_mask_is_refused(name, window):
+    made = model(name, "longring")
+    made.model.layers[1].self_attn.sliding_window = window
+    with pytest.raises(lr.NotBuilt, match=rf"sliding_window={window}, but the model's mask is for the window"):
+        made(tokens())
 
 
 def test_mask_functions_that_nobody_here_knows_are_refused():
