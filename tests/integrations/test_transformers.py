@@ -37,7 +37,12 @@ from transformers import (
     ViTConfig,
     ViTModel,
 )
-from transformers.masking_utils import causal_mask_function, create_causal_mask, create_chunked_causal_mask
+from transformers.masking_utils import (
+    causal_mask_function,
+    create_bidirectional_mask,
+    create_causal_mask,
+    create_chunked_causal_mask,
+)
 
 import longring as lr
 from hugging import (
@@ -592,6 +597,24 @@ def test_cross_attention_over_ranks_is_refused_whatever_the_encoders_length(name
         given = {"encoder_attention_mask": torch.ones(BATCH, length)} if masked else {}
         with sharded(batch, timeout=20.0):
             made(**batch.inputs, encoder_hidden_states=torch.randn(BATCH, length, 24), use_cache=False, **given)
+
+    with pytest.raises(lr.NotBuilt, match="cross-attention over ranks is not built"):
+        run_ranks(2, program)
+
+
+class AsksForAnEncodersKeys(torch.nn.Module):
+    """Its layers may have any name: what the mask is for tells."""
+
+    def forward(self, states, position_ids):
+        config = model("llama", "longring").config
+        return create_bidirectional_mask(config, states, None, encoder_hidden_states=torch.zeros_like(states))
+
+
+def test_cross_attention_over_ranks_is_refused_where_its_mask_is_asked_for():
+    def program(group):
+        sharding = lr.Sharding(LENGTH, group, "contiguous")
+        with sharded(sharding, timeout=20.0):
+            AsksForAnEncodersKeys()(torch.zeros(BATCH, sharding.local_length, 24), sharding.positions[None])
 
     with pytest.raises(lr.NotBuilt, match="cross-attention over ranks is not built"):
         run_ranks(2, program)

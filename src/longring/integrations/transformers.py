@@ -674,7 +674,6 @@ def _check_given(given: Mapping[str, Any], pattern: Dense) -> None:
         raise NotBuilt(
             f"is_causal={is_causal}, but the model's mask is for causal={pattern.causal}; set config.is_causal"
         )
-    if window is not None and (
-        pattern.window is None or pattern.window[0] not in (window - 1, window - pattern.causal)
-    ):
+    reaches = () if window is None else (window - 1, window - pattern.causal)  # both ways, some count by one more
+    if window is not None and (pattern.window is None or pattern.window[0] not in reaches):
         raise NotBuilt(f"sliding_window={window}, but the model's mask is for the window {pattern.window}")
