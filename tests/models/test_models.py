@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -241,6 +241,14 @@ def test_options_reach_every_layer():
 def test_configs_that_are_refused(words, says):
     with pytest.raises(lr.ArgumentError, match=says):
         DecoderConfig(**{"vocab_size": WORDS, **words})
+
+
+def test_a_decoder_turns_by_the_base_of_its_config():
+    model = Decoder(replace(TINY, base=500.0))
+    assert [layer.attention.positions.base for layer in model.stack.layers] == [500.0] * TINY.layers
+    other, tokens = Decoder(TINY), torch.arange(9).unsqueeze(0)
+    other.load_state_dict(model.state_dict())
+    assert not torch.equal(model(tokens), other(tokens))
 
 
 def test_more_that_is_refused():

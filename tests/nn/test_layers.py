@@ -9,7 +9,16 @@ import torch
 from torch import nn
 
 import longring as lr
-from longring.nn import Attention, DecoderLayer, DilatedAttention, EncoderLayer, FeedForward, Rotary, magneto_gain
+from longring.nn import (
+    Attention,
+    DecoderLayer,
+    DilatedAttention,
+    EncoderLayer,
+    FeedForward,
+    RingAttention,
+    Rotary,
+    magneto_gain,
+)
 
 E, H, N = 24, 4, 9
 
@@ -69,6 +78,12 @@ def test_it_is_torchs_decoder_layer():
     padding[1, 3:] = -torch.inf
     want = theirs(x, memory, tgt_mask=mask, tgt_is_causal=True, memory_key_padding_mask=padding)
     torch.testing.assert_close(ours(x, memory, memory_lengths=[5, 3]), want)
+
+
+def test_both_attentions_of_a_decoder_have_one_way_to_compute():
+    own = RingAttention(kernel="reference", deterministic=True, timeout=3.0)
+    options = DecoderLayer(E, H, attention=own, cross_attention=True).cross_attention.attention.options
+    assert options == own.options | {"schedule": "auto"}
 
 
 def test_copies_states_and_the_meta_device():
