@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import longring as lr
 from longring.call import Options
 from longring.compiled import OVER_RANKS, spelled_out
+from longring.nn import DilatedAttention
 
 pytestmark = pytest.mark.processes
 N = 21
@@ -178,6 +179,35 @@ def test_every_rank_makes_the_same_calls():
         assert one[wrong][0] == "Disagreement"
         assert text in other[wrong][1]
         assert text in one[wrong][1]
+
+
+def in_one_world_after_another(file):
+    """(whether a compiled module is as in eager, the name of its group) in a world, and in the next of that name."""
+    warnings.simplefilter("ignore")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    found = [with_padding()]
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
+    return [*found, with_padding()]
+
+
+def with_padding():
+    torch._dynamo.reset()
+    s = lr.Sharding(N, dist.group.WORLD, "contiguous")
+    module = DilatedAttention(segment_lengths=[4, 16], dilation_rates=[1, 2], timeout=30)
+    call = partial(module, sharding=s, lengths=torch.tensor([N, 9]))
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    return compiled(*mine(s)).equal(call(*mine(s))), s.transport.group_name
+
+
+def test_a_group_that_has_the_name_of_one_that_ended(tmp_path):
+    for (same, name), (same_again, name_again) in lr.launch(
+        in_one_world_after_another, str(tmp_path / "store"), ranks=2, timeout=110
+    ):
+        assert same
+        assert same_again
+        assert name == name_again
 
 
 def as_users_compile_it():
