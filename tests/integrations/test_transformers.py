@@ -17,6 +17,8 @@ from transformers import (
     BartForCausalLM,
     BertConfig,
     BertLMHeadModel,
+    DogeConfig,
+    DogeForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
@@ -27,6 +29,8 @@ from transformers import (
     Lfm2ForCausalLM,
     MobileBertConfig,
     MobileBertModel,
+    Qwen2VLTextConfig,
+    Qwen2VLTextModel,
     RecurrentGemmaConfig,
     RecurrentGemmaForCausalLM,
     RobertaConfig,
@@ -446,6 +450,13 @@ def test_a_layer_of_another_window_than_its_mask_is_refused(name, window):
         made(tokens())
 
 
+def test_a_model_that_works_on_its_mask_is_told_that_there_is_none():
+    register()
+    made = DogeForCausalLM._from_config(DogeConfig(**GROUPED), attn_implementation="longring").eval()
+    with pytest.raises(AttributeError, match=r"masks of longring are no tensors, and have no 'dtype'"):
+        made(tokens())
+
+
 def test_mask_functions_that_nobody_here_knows_are_refused():
     made = model("llama", "longring")
     about = (made.config, torch.zeros(1, LENGTH, 24), None, None)
@@ -634,6 +645,25 @@ def test_models_that_count_tokens_themselves_are_refused_over_ranks():
         run_ranks(2, lambda group: program(group, bart))
     with pytest.raises(lr.LayoutError, match="BertModel was given no position_ids"):
         run_ranks(2, lambda group: program(group, model("bert", "longring"), ["position_ids"]))
+
+
+def test_positions_of_several_kinds_are_not_counted_from_0_on_every_rank():
+    register()
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 1]}
+    config = Qwen2VLTextConfig(**GROUPED, rope_parameters=rope)
+    made = Qwen2VLTextModel._from_config(config, attn_implementation="longring").eval()
+    want = made(tokens()).last_hidden_state
+
+    def program(group, given):
+        sharding = lr.Sharding(LENGTH, group, "zigzag")
+        batch = shard_batch(tokens(), sharding)
+        with sharded(batch, timeout=20.0):
+            return sharding.unshard(made(**{name: batch.inputs[name] for name in given}).last_hidden_state)
+
+    got = run_ranks(2, lambda group: program(group, ["input_ids", "position_ids"]))
+    torch.testing.assert_close(got[0], want)
+    with pytest.raises(lr.LayoutError, match="give the model the position_ids of shard_batch"):
+        run_ranks(2, lambda group: program(group, ["input_ids"]))
 
 
 class WithLossOfItsOwn(torch.nn.Module):

@@ -266,6 +266,15 @@ def test_ranks_that_do_not_call_are_named_in_time():
         run_ranks(2, program)
 
 
+def test_the_wait_for_other_ranks_has_the_timeout_that_was_given(monkeypatch):
+    waits, unshard = [], lr.Sharding.unshard
+    monkeypatch.setattr(
+        lr.Sharding, "unshard", lambda s, x, **options: waits.append(options["timeout"]) or unshard(s, x, **options)
+    )
+    cross_entropy(LOGITS, TARGETS, timeout=7.0)
+    assert waits == [7.0]
+
+
 def refused_on_the_second_rank():
     """(which rank, what it heard)"""
     rank, s = dist.get_rank(), lr.Sharding(8, dist.group.WORLD, "contiguous")

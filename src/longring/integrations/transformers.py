@@ -188,6 +188,12 @@ class Request:
             "use the growing cache, which is the default"
         )
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"attention masks of longring are no tensors, and have no {name!r}: this model works on its mask itself; "
+            'use another attn_implementation, as "sdpa"'
+        )
+
     def check(self, given: Mapping[str, Any]) -> None:
         """Looks at what tells of positions once, not in every layer: on a GPU looking waits."""
         for name in ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k"):
@@ -201,7 +207,10 @@ class Request:
             self._seen.append(x)
 
     def _check_positions(self, position_ids: Tensor) -> None:
-        if position_ids.ndim != 2:  # of several kinds, as for images
+        if position_ids.ndim != 2:  # of several kinds, as for images: all that can be told is who counted by itself
+            counted = torch.arange(position_ids.shape[-1], device=position_ids.device)
+            if self.dealt is not None and (position_ids == counted).all():
+                _refuse_other_positions(position_ids.flatten(0, -2)[:1], self.dealt, self.first_position)
             return
         if self.dealt is None:
             self._refuse_documents_unseen(position_ids)
