@@ -10,6 +10,9 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import (

@@ -6,6 +6,8 @@ from itertools import product
 
 import pytest
 
+pytest.importorskip("transformers", reason="transformers is not installed")
+
 import longring as lr
 from hugging import MODELS, Case, check, of_one_process, of_ranks
 
