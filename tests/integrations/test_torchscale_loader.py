@@ -250,7 +250,7 @@ def test_more_configs_that_are_refused():
     layers_alone = decoder_config({**GOOD_DECODER, "vocab_size": -1, "no_output_layer": True})
     with pytest.raises(lr.ArgumentError, match="a language model needs vocab_size"):
         LongNetLM(layers_alone)
-    with pytest.raises(lr.ArgumentError, match="is it a decoder's config at all"):
+    with pytest.raises(lr.ArgumentError, match="is it the config of decoders at all"):
         decoder_config(Namespace(**GOOD))
     with pytest.raises(lr.ArgumentError, match="max_length is what xPos needs, and nothing else"):
         encoder_config(GOOD, max_length=10)

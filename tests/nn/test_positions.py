@@ -107,7 +107,9 @@ def test_angles_serve_many_layers():
         angles = embedding.at(positions)
         for keys in (False, True):
             assert torch.equal(embedding(x, angles, keys=keys), embedding(x, positions, keys=keys))
-        with pytest.raises(lr.ArgumentError, match=r"angles are torch.float32, but for x in torch.float64 they must be"):
+        with pytest.raises(
+            lr.ArgumentError, match=r"angles are torch.float32, but for x in torch.float64 they must be"
+        ):
             embedding(x.double(), angles)
 
 

@@ -104,7 +104,7 @@ class _Words(dict[str, Any]):
         else:  # as torchscale's own `override` asks an object: for the words it knows
             said = {name: getattr(config, name) for name in known if hasattr(config, name)}
         if not said.keys() & own.keys():
-            raise ArgumentError(f"config says nothing of {', '.join(own)}: is it a {side}'s config at all?")
+            raise ArgumentError(f"config says nothing of {', '.join(own)}: is it the config of {side}s at all?")
         said = {name: value for name, value in said.items() if name in known and value is not None}
         words = cls((name.removeprefix(f"{side}_"), value) for name, value in {**known, **said}.items())
         words.side = side
