@@ -247,6 +247,7 @@ LOGITS, TARGETS = torch.zeros(1, 4, 3), torch.zeros(1, 4, dtype=torch.int64)
         (LOGITS, TARGETS - 1, {}, "got -1"),
         (LOGITS, TARGETS, {"ignore_index": None}, "ignore_index must be a whole number"),
         (LOGITS, TARGETS, {"gradients": "none"}, '"sum" or "mean", got \'none\''),
+        (LOGITS, TARGETS, {"timeout": -1}, "timeout must be a positive number"),
         (LOGITS, TARGETS, {"sharding": 4}, "must be a longring.Sharding"),
         (LOGITS, TARGETS, {"sharding": lr.Sharding(5)}, "hold 4 tokens, but zigzag deals 5 of 5"),
     ],

@@ -100,3 +100,17 @@ def test_inside_ddp_attention_stays_on_its_rank():
     for gradients in lr.launch(averaged_by_ddp, ranks=2, timeout=60):
         for name, parameter in own.named_parameters():
             torch.testing.assert_close(gradients[name] * 2, parameter.grad)
+
+
+def one_has_a_mask_that_cannot_be():
+    s = lr.Sharding(N, dist.group.WORLD)
+    padding = torch.zeros(2, N, dtype=torch.bool)
+    padding[0, 3] = s.rank == 1  # a hole
+    return raised(module(timeout=30), s.shard(drawn()), key_padding_mask=padding, sharding=s)
+
+
+def test_what_one_rank_refuses_before_attention_is_heard_of_by_all():
+    (kind, heard), (refusal, said) = lr.launch(one_has_a_mask_that_cannot_be, ranks=2, timeout=60)
+    assert (refusal, said[:16]) == ("NotBuilt", "key_padding_mask")
+    assert kind == "Disagreement"
+    assert "an argument was refused (key_padding_mask must have its padding on the right" in heard

@@ -186,6 +186,8 @@ def test_a_cached_prefix():
     want = module(x)[0]
     torch.testing.assert_close(module(x[:, 8:], x)[0], want[:, 8:])
     torch.testing.assert_close(module(x[:, 2:5], x, query_offset=2)[0], want[:, 2:5])
+    with pytest.raises(lr.ArgumentError, match="query_offset must be a whole number, got 'two'"):
+        module(x[:, 2:5], x, query_offset="two")
 
 
 def test_gains_of_magneto():

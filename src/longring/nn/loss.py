@@ -14,7 +14,7 @@ from ..errors import ArgumentError, LayoutError, naming_rank
 from ..geometry.patterns import Dense, Problem
 from ..numerics.online_softmax import accumulator_dtype
 from ..sharding import Sharding
-from ..transport.contract import Transport
+from ..transport.contract import Transport, check_timeout
 from ..transport.select import transport_for
 
 NUMBERS_AT_A_TIME = 1 << 24  # logits that are there in the accumulator's dtype at once: 64 MiB in float32
@@ -84,6 +84,7 @@ def _mean(
     try:
         with naming_rank(transport.rank, transport.size):
             _check(logits, targets, sharding, ignore_index, gradients)
+            check_timeout(timeout)
     except ArgumentError as error:
         transport.decline(error)  # or the others would wait
         raise

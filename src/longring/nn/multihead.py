@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..call import check_offset
 from ..errors import ArgumentError, NotBuilt
 from ..geometry.patterns import Dense
 from ..sharding import Sharding
@@ -168,28 +169,23 @@ class Multihead(nn.Module):
         positions:         where queries stand, for rotary embeddings, instead of their places in the whole sequence;
                            key_positions likewise, and the same as the queries' where there is no key.
         """
-        check_bools(is_causal=is_causal)
-        if need_weights:
-            raise NotBuilt("need_weights=True: weights are never in memory, all at once or otherwise; pass False")
-        key, value = self._check_inputs(query, key, value)
-        whole = _Whole.of(query, key, sharding, kv_sharding)
-        if key_padding_mask is not None:
-            if lengths is not None:
-                raise ArgumentError("key_padding_mask and lengths say the same; pass one of them")
-            lengths = lengths_of(key_padding_mask, query.shape[0], whole.keys)
-        if attn_mask is not None:
-            _check_causal_mask(attn_mask, is_causal, whole)
-        q, k, v = self._project(query, key, value)
-        if self.positions is not None:
-            offset = whole.keys - whole.queries if query_offset is None else query_offset
-            if key_positions is None:
-                key_positions = positions if key is query else None
-            # by default, where the pattern sees the tokens
-            at = held_positions(q, sharding) + offset if positions is None else positions
-            keys_at = held_positions(k, kv_sharding or sharding) if key_positions is None else key_positions
-            q, k = self.positions(q, at), self.positions(k, keys_at, keys=True)
-        elif positions is not None or key_positions is not None:
-            raise ArgumentError("positions were given, but this module has no rotary embedding to use them")
+        try:
+            check_bools(is_causal=is_causal)
+            if need_weights:
+                raise NotBuilt("need_weights=True: weights are never in memory, all at once or otherwise; pass False")
+            key, value = self._check_inputs(query, key, value)
+            whole = _Whole.of(query, key, sharding, kv_sharding)
+            lengths = _understood_masks(key_padding_mask, attn_mask, is_causal, lengths, query.shape[0], whole)
+            q, k, v = self._project(query, key, value)
+            if key_positions is None and key is query:
+                key_positions = positions
+            offset = check_offset(query_offset, whole.queries, whole.keys)
+            q = self._turned(q, positions, sharding, offset)
+            k = self._turned(k, key_positions, kv_sharding or sharding, 0, keys=True)
+        except ArgumentError as error:
+            if isinstance(sharding, Sharding):
+                sharding.transport.decline(error)  # or the others would wait for this rank's attention
+            raise
         out = self.attention(
             q,
             k,
@@ -203,6 +199,23 @@ class Multihead(nn.Module):
         )
         out = out.flatten(-2)
         return self.out_proj(out if self.sub_norm is None else self.sub_norm(out)), None
+
+    def _turned(
+        self,
+        x: Tensor,
+        positions: Tensor | Angles | None,
+        sharding: Sharding | None,
+        offset: int,
+        *,
+        keys: bool = False,
+    ) -> Tensor:
+        """At these positions, by default where the pattern sees the tokens."""
+        if self.positions is None:
+            if positions is not None:
+                raise ArgumentError("positions were given, but this module has no rotary embedding to use them")
+            return x
+        at = held_positions(x, sharding) + offset if positions is None else positions
+        return self.positions(x, at, keys=keys)
 
     def _check_inputs(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
         if key is None and value is not None:
@@ -391,6 +404,19 @@ def lengths_of(mask: Tensor, batch: int, keys: int) -> list[int]:
     if not torch.equal(padding, at >= lengths.unsqueeze(1)):
         raise NotBuilt("key_padding_mask must have its padding on the right of each row; other masks are not built")
     return lengths.tolist()
+
+
+def _understood_masks(
+    padding: Tensor | None, mask: Tensor | None, is_causal: bool, lengths: Any, batch: int, whole: _Whole
+) -> Any:
+    """The lengths that a padding mask stands for, or those given; another mask is refused."""
+    if mask is not None:
+        _check_causal_mask(mask, is_causal, whole)
+    if padding is None:
+        return lengths
+    if lengths is not None:
+        raise ArgumentError("key_padding_mask and lengths say the same; pass one of them")
+    return lengths_of(padding, batch, whole.keys)
 
 
 def _check_causal_mask(mask: Tensor, is_causal: bool, whole: _Whole) -> None:
