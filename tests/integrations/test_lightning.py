@@ -118,3 +118,18 @@ def test_every_rank_has_the_run_of_one_process():
     for runs in lr.launch(every_run, ranks=4, timeout=110):
         for run in runs:
             check(run, torch.float32)
+
+
+def test_a_row_of_the_mesh_is_a_ring(monkeypatch):
+    """Of twelve ranks, which need not be there to be counted."""
+    from longring.integrations import lightning as ours
+
+    meshes = []
+    monkeypatch.setattr(ours, "init_device_mesh", lambda device, shape, **names: meshes.append((device, shape, names)))
+    monkeypatch.setattr(ours.OfFabric, "setup_environment", lambda self: None)
+    for name, value in {"world_size": 12, "global_rank": 7, "root_device": torch.device("cpu")}.items():
+        monkeypatch.setattr(ours.FabricRingStrategy, name, value)
+    strategy = ours.FabricRingStrategy(context=3)
+    strategy.setup_environment()
+    assert meshes == [("cpu", (4, 3), {"mesh_dim_names": ("data", "context")})]
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 4, "rank": 2}
