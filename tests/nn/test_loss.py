@@ -276,6 +276,15 @@ def test_the_wait_for_other_ranks_has_the_timeout_that_was_given(monkeypatch):
     assert waits == [7.0]
 
 
+def test_ranks_that_mean_to_reduce_otherwise_are_told_so():
+    def program(group):
+        s = lr.Sharding(12, group, "contiguous")
+        with pytest.raises(lr.Disagreement, match="gradients is 'sum' on rank 0, 'mean' on rank 1, 'sum' on rank 2"):
+            cross_entropy(LOGITS, TARGETS, sharding=s, gradients=("sum", "mean")[s.rank % 2])
+
+    run_ranks(3, program)
+
+
 def refused_on_the_second_rank():
     """(which rank, what it heard)"""
     rank, s = dist.get_rank(), lr.Sharding(8, dist.group.WORLD, "contiguous")

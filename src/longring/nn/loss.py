@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..autograd import not_compiled
-from ..errors import ArgumentError, LayoutError, naming_rank
+from ..errors import ArgumentError, Disagreement, LayoutError, naming_rank
 from ..geometry.patterns import Dense, Problem
 from ..numerics.online_softmax import accumulator_dtype
 from ..sharding import Sharding
@@ -91,14 +91,25 @@ def _mean(
     factor = transport.size if gradients == "mean" else 1
     mine = SumOfLosses.apply(logits.flatten(0, -2), targets.flatten(), ignore_index, factor)
     counted = (targets != ignore_index).sum()
-    total, count = _over_ranks(torch.stack([mine, counted.double()]), transport, timeout)  # type: ignore[list-item]
-    return (total / count.clamp(min=1)).to(accumulator_dtype(logits.dtype))
+    numbers = torch.stack([mine, counted.double(), mine.new_tensor(factor)])  # type: ignore[list-item]
+    totals, counts, factors = _of_all_ranks(numbers, transport, timeout)
+    mean = totals.sum() / counts.sum().clamp(min=1)  # in the order of ranks, so to the bit the same on all of them
+    return mean.where(_is_one(factors), torch.nan).to(accumulator_dtype(logits.dtype))
 
 
-def _over_ranks(mine: Tensor, transport: Transport, timeout: float | None) -> Tensor:
-    """The sum of every rank's numbers, in the order of ranks and so to the bit the same on all of them."""
+def _of_all_ranks(mine: Tensor, transport: Transport, timeout: float | None) -> Tensor:
+    """Every rank's numbers, [numbers, ranks]."""
     row_per_rank = Sharding(transport.size, transport, "contiguous")
-    return row_per_rank.unshard(mine.unsqueeze(0), dim=0, timeout=timeout).sum(0)
+    return row_per_rank.unshard(mine.unsqueeze(0), dim=0, timeout=timeout).T
+
+
+def _is_one(factors: Tensor) -> Tensor:
+    """Whether all ranks have one factor. On a GPU looking would wait for it: there the loss is nan instead."""
+    alike = (factors == factors[0]).all()
+    if factors.device.type == "cpu" and not alike:
+        said = [f"{'sum' if factor == 1 else 'mean'!r} on rank {rank}" for rank, factor in enumerate(factors.tolist())]
+        raise Disagreement(f"ranks disagree: gradients is {', '.join(said)}; all ranks must make the same call")
+    return alike
 
 
 class SumOfLosses(torch.autograd.Function):
