@@ -49,9 +49,9 @@ class Board:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         shared = dist.distributed_c10d._get_process_group_store(group)
         place = f"longring/{group.group_name}/{self._life(shared, group.group_name)}"
-        self._shared = dist.PrefixStore(place, shared)
-        # a connection of its own is not held up by others' waits, but a slow name server may hold up its opening
-        self._own = send_carrier(lambda _: dist.PrefixStore(place, _reconnected(shared)))
+        self._store = dist.PrefixStore(place, shared)
+        self._reconnect = lambda: dist.PrefixStore(place, _reconnected(shared))
+        self._has_own = False
         self._asked: Errand[Any] | None = None
         self.host = self.rank if _is_hosted_here(shared) else None  # of the store, as far as this rank has heard
         self._guess = _usual_host(group, shared)
@@ -102,13 +102,23 @@ class Board:
     def _ask(self, question: Callable[[dist.Store], T]) -> T:
         if self._asked is not None and not self._asked.is_over():
             raise BoardSilent("the store still owes an answer")
-        store = self._own.join() if self._own.is_over() and self._own.error is None else self._shared
-        self._asked = errand = send_carrier(lambda _: question(store))
-        if not errand.is_over(within=PATIENCE):
+        self._asked = errand = send_carrier(lambda _: question(self._store))
+        is_answered = errand.is_over(within=PATIENCE if self._has_own else PATIENCE / 2)
+        if not is_answered and not self._has_own:
+            self._has_own = True
+            self._asked = errand = send_carrier(lambda _: question(self._on_its_own()))
+            is_answered = errand.is_over(within=PATIENCE)
+        if not is_answered:
             raise BoardSilent(f"the store did not answer within {PATIENCE:g} s")
         if errand.error is not None:
             raise BoardSilent(f"the store is lost: {errand.error}")
         return errand.join()
+
+    def _on_its_own(self) -> dist.Store:
+        """A connection that others' waits do not hold up, where they have: whoever hosts the store looks up the name
+        of who connects, and answers nobody while a name server is slow."""
+        self._store = self._reconnect()
+        return self._store
 
 
 def _read_verdict(store: dist.Store) -> Verdict | None:
