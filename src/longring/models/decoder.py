@@ -10,8 +10,8 @@ import torch
 from ..errors import ArgumentError
 from ..geometry.patterns import Dense
 from ..nn.attention import Attention, DilatedAttention, Options
+from ..nn.checks import check_bools
 from ..nn.layers import DecoderLayer
-from ..nn.multihead import check_bools
 from ..nn.norms import make_norm
 from ..nn.positions import Rotary
 from .stack import LanguageModel, Stack, check_config, check_sizes, normal_weights, reset_parts

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError
 from ..nn.attention import DilatedAttention, Options
+from ..nn.checks import check_bools, spoken
 from ..nn.layers import DecoderLayer, EncoderLayer
-from ..nn.multihead import check_bools, magneto_gain
+from ..nn.multihead import magneto_gain
 from ..nn.norms import make_norm
 from ..nn.positions import Rotary, XPos
 from ..sharding import Sharding
@@ -157,8 +158,7 @@ class LongNet(nn.Module):
             check_tokens(x)
             return self.stack(self.embedding(x), **told)
         if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != self.config.dim or not x.is_floating_point():
-            spoken = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else repr(x)
-            raise ArgumentError(f"x must be embeddings [batch, n, {self.config.dim}], got {spoken}")
+            raise ArgumentError(f"x must be embeddings [batch, n, {self.config.dim}], got {spoken(x)}")
         return self.stack(x, **told)
 
     def reset_parameters(self) -> None:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import ArgumentError
+from ..nn.checks import check_bools, check_positive, check_size, spoken
 from ..nn.layers import DecoderLayer, EncoderLayer, FeedForward
-from ..nn.multihead import Multihead, check_bools, check_size, held_positions
-from ..nn.positions import Angles, Rotary, XPos, check_positive
+from ..nn.multihead import Multihead, held_positions
+from ..nn.positions import Angles, Rotary, XPos
 from ..numerics.online_softmax import accumulator_dtype
 from ..sharding import Sharding
 
@@ -124,8 +125,7 @@ class LanguageModel(nn.Module):
 
 def check_tokens(tokens: Tensor) -> None:
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.dtype not in (torch.int32, torch.int64):
-        spoken = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else repr(tokens)
-        raise ArgumentError(f"tokens must be whole numbers [batch, n], int64 or int32, got {spoken}")
+        raise ArgumentError(f"tokens must be whole numbers [batch, n], int64 or int32, got {spoken(tokens)}")
 
 
 def reset_parts(model: nn.Module) -> None:

@@ -13,9 +13,10 @@ from ..errors import ArgumentError
 from ..geometry.patterns import Dense
 from ..sharding import Sharding
 from .attention import Attention
-from .multihead import Multihead, check_bools, check_size
+from .checks import check_bools, check_positive, check_size
+from .multihead import Multihead
 from .norms import make_norm
-from .positions import Angles, Rotary, check_positive
+from .positions import Angles, Rotary
 
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "swiglu": F.silu}
 

@@ -16,6 +16,7 @@ from ..numerics.online_softmax import accumulator_dtype
 from ..sharding import Sharding
 from ..transport.contract import Transport, check_timeout
 from ..transport.select import transport_for
+from .checks import spoken
 
 NUMBERS_AT_A_TIME = 1 << 24  # logits that are there in the accumulator's dtype at once: 64 MiB in float32
 
@@ -29,7 +30,7 @@ def next_tokens(tokens: Tensor, *, documents: Any = None, lengths: Any = None, i
     labels that hold `ignore_index` already.
     """
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.is_floating_point():
-        raise ArgumentError(f"tokens must be whole numbers [batch, n], got {_spoken(tokens)}")
+        raise ArgumentError(f"tokens must be whole numbers [batch, n], got {spoken(tokens)}")
     batch, n = tokens.shape
     pattern = Dense(documents=documents, lengths=lengths)
     pattern.check(Problem(batch, n, n, 1, 0))
@@ -155,9 +156,9 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
 
 def _check(logits: Tensor, targets: Tensor, sharding: Sharding | None, ignore_index: int, gradients: str) -> None:
     if not isinstance(logits, Tensor) or logits.ndim != 3 or not logits.is_floating_point() or not logits.shape[2]:
-        raise ArgumentError(f"logits must be floating-point [batch, n, vocabulary], got {_spoken(logits)}")
+        raise ArgumentError(f"logits must be floating-point [batch, n, vocabulary], got {spoken(logits)}")
     if not isinstance(targets, Tensor) or targets.dtype != torch.int64 or targets.shape != logits.shape[:2]:
-        raise ArgumentError(f"targets must be int64 {list(logits.shape[:2])} as the logits, got {_spoken(targets)}")
+        raise ArgumentError(f"targets must be int64 {list(logits.shape[:2])} as the logits, got {spoken(targets)}")
     if targets.device != logits.device:
         raise ArgumentError(f"logits are on {logits.device} and targets on {targets.device}; they must be on one")
     if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
@@ -180,7 +181,3 @@ def _check_range(targets: Tensor, ignore_index: int, vocabulary: int) -> None:
             f"targets must be from 0 to {vocabulary - 1}, or {ignore_index} where nothing is to be predicted; got "
             f"{wrong[0].item()}"
         )
-
-
-def _spoken(x: object) -> str:
-    return f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else repr(x)

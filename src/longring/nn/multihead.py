@@ -14,7 +14,8 @@ from ..errors import ArgumentError, NotBuilt
 from ..geometry.patterns import Dense
 from ..sharding import Sharding
 from .attention import Attention, DilatedAttention, Options
-from .positions import Angles, Rotary, check_positive
+from .checks import check_bools, check_positive, check_size
+from .positions import Angles, Rotary
 
 
 class Multihead(nn.Module):
@@ -464,17 +465,6 @@ def _check_sizes(sizes: dict[str, int]) -> None:
     for whole, part in (("embed_dim", "num_heads"), ("num_heads", "kv_heads")):
         if sizes[whole] % sizes[part]:
             raise ArgumentError(f"{whole} must be a multiple of {part}, got {sizes[whole]} and {sizes[part]}")
-
-
-def check_size(name: str, size: Any) -> None:
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ArgumentError(f"{name} must be a whole number of at least 1, got {size!r}")
-
-
-def check_bools(**given: Any) -> None:
-    for name, value in given.items():
-        if not isinstance(value, bool):
-            raise ArgumentError(f"{name} must be True or False, got {value!r}")
 
 
 def _check_parts(attention: Attention, positions: Rotary | None, head_dim: int) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError
 from ..numerics.online_softmax import accumulator_dtype
+from .checks import check_positive
 
 LAYOUTS = ("half", "interleaved")
 GAMMA = 0.4  # of the xPos paper
@@ -177,9 +178,3 @@ def _column(positions: Tensor) -> Tensor:
         spoken = list(positions.shape) if isinstance(positions, Tensor) else repr(positions)
         raise ArgumentError(f"positions must be numbers of shape [n] or [batch, n], got {spoken}")
     return (positions if positions.ndim == 2 else positions.unsqueeze(0)).double()[..., None, None]
-
-
-def check_positive(name: str, value: float) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
-        raise ArgumentError(f"{name} must be a positive number, got {value!r}")
