@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -199,8 +202,8 @@ def lost_before_the_first_call(group: Any, victim: int, post: int, how: str, tim
     return around(transport, calls=calls, timeout=timeout)
 
 
-def carriers_left(group: Any, *args: Any) -> int:
-    """How many carriers are still under way some seconds after the loss, on a machine that may be busy."""
+def carriers_left(group: Any, *args: Any) -> list[str]:
+    """Where carriers still are some seconds after the loss, on a machine that may be busy."""
     from longring.transport import carriers
 
     try:
@@ -209,8 +212,16 @@ def carriers_left(group: Any, *args: Any) -> int:
         end = time.monotonic() + 5.0
         while (left := [e for e in carriers._under_way if not e.is_over()]) and time.monotonic() < end:
             time.sleep(0.1)
-        return len(left)
+        return [*(str((e.waits_for, e._work)) for e in left), *whereabouts()]
     raise AssertionError("nobody noticed")
+
+
+def whereabouts() -> list[str]:
+    """The stack of every carrier that is not at rest."""
+    frames = sys._current_frames()
+    threads = [thread for thread in threading.enumerate() if thread.name == "longring carrier"]
+    stacks = ["".join(traceback.format_stack(frames[thread.ident])) for thread in threads if thread.ident in frames]
+    return [stack for stack in stacks if not stack.rstrip().endswith("self.inbox.get()")]
 
 
 def then_destroy_the_group(group: Any, *args: Any) -> Any:

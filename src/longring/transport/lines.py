@@ -7,6 +7,7 @@ for good, which is how a carrier is freed once the group is lost anyway.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import weakref
@@ -97,11 +98,24 @@ class Lines:
         """Free every carrier that waits, for good: nothing can be sent or received afterwards."""
         with self._lock:
             self._closed = True
-            waited, group = list(self._waited), self._group()
-        for work in waited:
-            send_carrier(lambda _, work=work: work.wait(_AT_ONCE)).is_over(within=0.5)
+            is_waited_for, group = bool(self._waited), self._group()
+        if is_waited_for and group is not None:
+            send_carrier(lambda _: _break_off(group)).is_over(within=0.5)
         if self._has_devices and group is not None:
             send_carrier(lambda _: group.abort())  # a lost peer leaves kernels that would never end
+
+
+def _break_off(group: Any) -> None:
+    """Close every line, by waiting in vain for a letter that nobody writes.
+
+    Not by waiting for one that a carrier waits for: Gloo wakes one of those who wait for a message, and where a line
+    breaks in the meantime the carrier might not be the one.
+    """
+    nothing, tag = torch.empty(1, dtype=torch.uint8), tag_of("a letter that nobody writes")
+    for peer in range(group.size()):
+        with contextlib.suppress(RuntimeError):  # in vain; or the line to this peer was closed already
+            if peer != group.rank():
+                group.recv([nothing], peer, tag).wait(_AT_ONCE)
 
 
 def _start_one(letter: Letter, group: Any) -> Posted:
