@@ -14,8 +14,6 @@ from .demo import demo
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 app.command()(demo)
 
-_settings = {"debug": False}
-
 
 def _print_version(asked: bool) -> None:
     if asked:
@@ -32,28 +30,34 @@ def longring(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Exact attention over very long sequences: ring attention and LongNet dilated attention."""
-    _settings["debug"] = debug
     if context.invoked_subcommand is None:
         print(context.get_help())
 
 
 def main() -> None:
     """Run a command. Exit code 2: the arguments were wrong; 1: the result was, or something failed on the way."""
-    _settings["debug"] = False
+    arguments = [word for word in sys.argv[1:] if word != "--debug"]  # it may stand anywhere
+    is_debugging = len(arguments) < len(sys.argv) - 1
     try:
-        code = app(prog_name="longring", standalone_mode=False)
-    except LongringError as failure:
-        if _settings["debug"]:
-            raise
-        code = _complain(str(failure), 2 if isinstance(failure, ArgumentError) else 1)
-    except typer.Abort:
-        code = _complain("stopped", 1)
+        code = app(arguments, prog_name="longring", standalone_mode=False)
     except Exception as failure:
-        # typer brings click's exceptions or takes click's own, depending on its version: their method tells them
-        if _settings["debug"] or not hasattr(failure, "format_message"):
+        if is_debugging:
             raise
-        code = _complain(failure.format_message(), 2)  # type: ignore[attr-defined]
+        code = _complain(*_told(failure))
+    except KeyboardInterrupt:
+        code = _complain("stopped", 130)
     sys.exit(code)
+
+
+def _told(failure: Exception) -> tuple[str, int]:
+    """What to say of it, and the exit code."""
+    if isinstance(failure, LongringError):
+        return str(failure), 2 if isinstance(failure, ArgumentError) else 1
+    if isinstance(failure, typer.Abort):
+        return "stopped", 130
+    if hasattr(failure, "format_message"):  # of click, or of typer's own copy of it, depending on its version
+        return failure.format_message(), 2  # type: ignore[attr-defined]
+    return f"{type(failure).__name__}: {failure} (the whole story: --debug)", 1
 
 
 def _complain(what: str, code: int) -> int:

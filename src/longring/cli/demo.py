@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import platform
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from ..errors import ArgumentError, LongringError
+from . import screen
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..geometry.patterns import Pattern
     from ..testing import Verdict
 
-WIDTH = 100  # of output that goes to no terminal
+NAMES = ("pattern", "schedule", "layout")
 MOST_SCORES = 1 << 28  # the definition holds about ten float64 matrices of heads x tokens x tokens: here 20 GiB
 
 
@@ -73,12 +73,12 @@ def demo(
     from ..bench.demonstration import Size
 
     size = Size(tokens, ranks, heads, kv_heads, head_dim, seed)
-    console = _console()
+    console = screen.console()
     rows, in_processes = _watched(console, size, quiet=as_json)
     pictures, missing = _draw(out)
     seconds = Seconds(in_processes, time.monotonic() - start)
     if as_json:
-        print(json.dumps(_as_json(size, rows, seconds, pictures, missing), indent=2, allow_nan=False))
+        screen.print_json(_as_json(size, rows, seconds, pictures, missing))
     else:
         _print_report(console, size, rows, seconds, pictures, missing)
     if _faults(rows):
@@ -105,22 +105,12 @@ def _make_folder(out: Path) -> None:
         raise ArgumentError(f"--out {out} cannot be made a folder: {failure.strerror or failure}") from failure
 
 
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
-
-
 def _watched(console: Console, size: Size, *, quiet: bool) -> tuple[list[Row], float]:
     """The rows, and the seconds that the processes took."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     from ..bench.demonstration import cases, compare, inputs, play, threads
 
     chosen, judge, rows = cases(size), _Judge(), []
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
+    with screen.progress(console, quiet=quiet) as progress:
         bar = progress.add_task(f"{_processes(size.ranks)} at work", total=None)
         start = time.monotonic()
         played = play(chosen, size)
@@ -236,9 +226,8 @@ def _excuse(case: Case, ranks: int) -> str:
 
 def _error_table(rows: list[Row]) -> Table:
     """80 columns wide, as many terminals are: of the gradients the worst speaks for all, and JSON has each."""
-    table = _table("Relative error against the float64 definition; share of the error budget used")
-    for header in ("out", "lse", "grad", "budget"):
-        table.add_column(header, justify="right")
+    title = "Relative error against the float64 definition; share of the error budget used"
+    table = screen.table(title, *NAMES, numbers=("out", "lse", "grad", "budget"))
     for row in rows:
         errors = {verdict.quantity: verdict.error for verdict in row.verdicts}
         shown = errors["out"], errors["lse"], max(errors["dq"], errors["dk"], errors["dv"])
@@ -249,25 +238,13 @@ def _error_table(rows: list[Row]) -> Table:
 
 
 def _cost_table(rows: list[Row]) -> Table:
-    table = _table("Most bytes a rank held, share of one rank doing all; most sent, as planned")
-    for header in ("held", "share", "sent", "plan"):
-        table.add_column(header, justify="right")
+    title = "Most bytes a rank held, share of one rank doing all; most sent, as planned"
+    table = screen.table(title, *NAMES, numbers=("held", "share", "sent", "plan"))
     for row in rows:
         played = row.played
         counts = f"{max(played.peak_bytes):,}", f"{played.share_of_one_rank:.0%}", f"{played.bytes_sent:,}"
         equal = "[green]equal[/]" if row.bytes_agree else f"[bold red]NOT {played.bytes_predicted:,}[/]"
         table.add_row(*_names(row), *counts, equal)
-    return table
-
-
-def _table(title: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    look = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0)}
-    table = Table(title=title, title_justify="left", title_style="bold", **look)
-    for header in ("pattern", "schedule", "layout"):
-        table.add_column(header, overflow="fold")
     return table
 
 
@@ -307,8 +284,8 @@ def _row_as_json(row: Row) -> dict[str, Any]:
         "kernel": played.kernel,
         "ranks": len(played.peak_bytes),
         "nodes": played.case.nodes,
-        "errors": {verdict.quantity: _number(verdict.error) for verdict in row.verdicts},
-        "allowed": {verdict.quantity: _number(verdict.allowed) for verdict in row.verdicts},
+        "errors": {verdict.quantity: verdict.error for verdict in row.verdicts},
+        "allowed": {verdict.quantity: verdict.allowed for verdict in row.verdicts},
         "peak_bytes": played.peak_bytes,
         "peak_bytes_alone": played.peak_bytes_alone,
         "share_of_one_rank": played.share_of_one_rank,
@@ -318,7 +295,3 @@ def _row_as_json(row: Row) -> dict[str, Any]:
         "equals_simulated": played.equals_simulated,
         "right": not list(_faults_of(row)),
     }
-
-
-def _number(x: float) -> float | None:
-    return x if math.isfinite(x) else None  # JSON knows no nan and no infinity

@@ -1,0 +1,132 @@
+"""Options that commands share, so that the same word means the same everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import ArgumentError
+from ..geometry.patterns import Dense, Dilated, Pattern
+from ..plan.quantities import count
+
+DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+"""Bytes of a number, by the name of its type."""
+
+
+def a_count(name: str, least: int = 1) -> Callable[[str], int]:
+    """Reads 1M, 1Mi, 1e6 and 1_000_000 alike; the error names the option."""
+    return lambda text: count(text, of=name, least=least)
+
+
+Tokens = Annotated[
+    int,
+    typer.Option(
+        "--tokens", parser=a_count("--tokens"), metavar="COUNT", help="Length of the sequence: 4096, 64K, 1M, 1Mi, 1e6."
+    ),
+]
+Ranks = Annotated[
+    int,
+    typer.Option("--ranks", parser=a_count("--ranks"), metavar="COUNT", help="Processes that share it, a GPU each."),
+]
+Nodes = Annotated[
+    int,
+    typer.Option(
+        "--nodes", parser=a_count("--nodes"), metavar="COUNT", help="Machines the ranks are spread over evenly."
+    ),
+]
+Batch = Annotated[int, typer.Option("--batch", parser=a_count("--batch"), metavar="COUNT", help="Sequences at a time.")]
+Heads = Annotated[int, typer.Option("--heads", parser=a_count("--heads"), metavar="COUNT", help="Query heads.")]
+KvHeads = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-heads",
+        parser=a_count("--kv-heads"),
+        metavar="COUNT",
+        help="Key and value heads; divide the query heads.",
+        show_default="as many as heads",
+    ),
+]
+HeadDim = Annotated[
+    int, typer.Option("--head-dim", parser=a_count("--head-dim"), metavar="COUNT", help="Numbers of a head.")
+]
+Dtype = Annotated[str, typer.Option("--dtype", metavar="NAME", help=f"Type of q, k and v: {', '.join(DTYPES)}.")]
+Causal = Annotated[bool, typer.Option("--causal/--full", help="Whether a token sees those before it alone, or all.")]
+Window = Annotated[
+    int | None,
+    typer.Option(
+        "--window",
+        parser=a_count("--window"),
+        metavar="COUNT",
+        help="How far a query sees to each side, itself included.",
+        show_default="all",
+    ),
+]
+Branches = Annotated[
+    str | None,
+    typer.Option(
+        "--dilated",
+        metavar="LENGTH:RATE,...",
+        help="LongNet's segments and rates, as 2048:1,4096:2,8192:4.",
+        show_default="dense attention",
+    ),
+]
+Layout = Annotated[
+    str, typer.Option("--layout", metavar="NAME", help="How tokens are dealt to ranks; auto looks at the pattern.")
+]
+Schedule = Annotated[
+    str, typer.Option("--schedule", metavar="NAME", help="In what order ranks meet; auto looks at the cost.")
+]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the random inputs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+ReportPath = Annotated[
+    Path | None,
+    typer.Option(
+        "--report", metavar="FILE", help="Write one HTML page with pictures and all numbers.", show_default="none"
+    ),
+]
+
+
+def bytes_of(dtype: str) -> int:
+    if dtype not in DTYPES:
+        raise ArgumentError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    return DTYPES[dtype]
+
+
+def kv_heads_of(heads: int, kv_heads: int | None) -> int:
+    if kv_heads is not None and heads % kv_heads:
+        raise ArgumentError(f"--heads must be a multiple of --kv-heads, got {heads} and {kv_heads}")
+    return kv_heads or heads
+
+
+def pattern_of(*, causal: bool, window: int | None, dilated: str | None) -> Pattern:
+    """Dense, or dilated where branches are given."""
+    if dilated is None:
+        return Dense(causal=causal, window=None if window is None else (window - 1, 0 if causal else window - 1))
+    if window is not None:
+        raise ArgumentError("--window is for dense attention; leave out --window or --dilated")
+    branches = [_branch(text) for text in dilated.split(",")]
+    return Dilated(
+        segment_lengths=tuple(w for w, _ in branches), dilation_rates=tuple(r for _, r in branches), causal=causal
+    )
+
+
+def _branch(text: str) -> tuple[int, int]:
+    length, colon, rate = text.strip().partition(":")
+    if not colon:
+        raise ArgumentError(f"--dilated takes LENGTH:RATE pairs, as 2048:1,4096:2, got {text!r}")
+    return count(length, of="a segment length of --dilated"), count(rate, of="a rate of --dilated")
+
+
+def check_writable(path: Path | None) -> None:
+    """Refuse a report path before the work, not after it."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab"):
+            pass
+    except OSError as failure:
+        raise ArgumentError(f"--report {path} cannot be written: {failure.strerror or failure}") from failure
