@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from longring import __version__, launching
+from longring import launching
 from longring.bench import demonstration
 from longring.cli import app, main
 from longring.errors import ArgumentError
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.processes
 SMALL = ("--tokens", "67", "--head-dim", "16", "--heads", "4", "--kv-heads", "2")
 
 
-def longring(*arguments, python=()):
-    command = [sys.executable, *python, "-c", "from longring.cli import main; main()", *arguments]
+def longring(*arguments):
+    command = [sys.executable, "-c", "from longring.cli import main; main()", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "NO_COLOR": "1"})
 
 
@@ -77,6 +77,9 @@ def test_pictures_are_saved_and_named(printed):
 
 def test_json_has_every_row_within_its_budget(as_json):
     assert as_json["right"] is True
+    assert (as_json["command"], as_json["arguments"]["tokens"]) == ("demo", 67)
+    assert "4 real processes" in as_json["real"]
+    assert "2 nodes" in as_json["simulated"]
     assert set(as_json["versions"]) == {"longring", "torch", "python"}
     assert as_json["left_out"] == []
     assert 0 < as_json["seconds"]["processes"] < as_json["seconds"]["all"]
@@ -106,28 +109,11 @@ def test_json_has_what_each_rank_held(as_json):
         assert row["share_of_one_rank"] == max(row["peak_bytes"]) / row["peak_bytes_alone"]
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("demo", "--help"), ()])
-def test_help_does_not_import_torch(arguments):
-    done = longring(*arguments, python=("-X", "importtime"))
-    assert done.returncode == 0
-    assert "longring" in done.stdout
-    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
-    assert "typer" in imported
-    assert not imported & {"torch", "numpy", "matplotlib"}
-
-
-def test_version(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["longring", "--version"])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert (stopped.value.code, capsys.readouterr().out) == (0, f"longring {__version__}\n")
-
-
 @pytest.mark.parametrize("option", ["--tokens", "--ranks"])
 def test_nothing_of_it_is_one_line_and_exit_code_2(option):
     done = longring("demo", option, "0")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: Invalid value for '{option}'")
+    assert done.stderr.startswith(f"error: {option} must be a whole number from 1")
     assert done.stderr.count("\n") == 1
 
 
@@ -136,10 +122,10 @@ def test_nothing_of_it_is_one_line_and_exit_code_2(option):
     [
         (("demo", "--tokens", "many"), "--tokens"),
         (("demo", "--tokens", "999999"), "--tokens must be at most"),
+        (("demo", "--ranks", "65"), "--ranks must be at most 64"),
+        (("demo", "--report", "/dev/null/page.html"), "--report /dev/null/page.html cannot be written"),
         (("demo", "--heads", "8", "--kv-heads", "3"), "--kv-heads, got 8 and 3"),
         (("demo", "--out", "/dev/null/folder"), "--out"),
-        (("demo", "--colour"), "--colour"),
-        (("sing",), "sing"),
     ],
 )
 def test_bad_arguments_are_one_line_and_exit_code_2(arguments, named, monkeypatch, capsys):
@@ -185,6 +171,17 @@ def test_one_right_row_is_exit_code_0(one_row_demo):
     done = one_row_demo()
     assert done.exit_code == 0
     assert ": 1 of 1 rows." in done.output
+
+
+def test_the_report_has_what_json_has(one_row_demo, tmp_path, monkeypatch):
+    """What `report.write` makes of it, its own tests look at."""
+    written = []
+    monkeypatch.setattr("longring.bench.report.write", lambda *given: written.append(given))
+    page = tmp_path / "new" / "page.html"
+    done = one_row_demo("--json", "--report", str(page))
+    assert done.exit_code == 0
+    assert written == [(page, "demo", json.loads(done.output))]
+    assert f"report: {page}" in one_row_demo("--report", str(page)).output
 
 
 def test_an_odd_number_of_ranks_leaves_out_two_nodes(one_row_demo):

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from .. import __version__
 from ..errors import ArgumentError, LongringError
 from .demo import demo
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+ORDER = ("doctor", "plan", "bench", "profile", "replay", "conform", "demo")
+"""As one meets them: is all well here, what would it cost, what does it cost, is it right, show me."""
+
+STOPPED, NOBODY_READS = 130, 141  # as a shell says of what ended by SIGINT and by SIGPIPE
+
+
+class _InOrder(TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(super().list_commands(ctx), key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
+
+
+# Plain help: what it would take to colour it is twice the time of showing it.
+app = typer.Typer(cls=_InOrder, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command()(demo)
 
 
@@ -27,39 +42,68 @@ def longring(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error; may stand after the command, too.")
+    ] = False,
 ) -> None:
-    """Exact attention over very long sequences: ring attention and LongNet dilated attention."""
+    """Exact attention over very long sequences: ring attention and LongNet dilated attention.
+
+    Every command has --help with an example, and --json for programs. Exit codes: 0 all is well, 1 a result is wrong
+    or something failed, 2 the arguments are wrong.
+    """
     if context.invoked_subcommand is None:
         print(context.get_help())
 
 
 def main() -> None:
-    """Run a command. Exit code 2: the arguments were wrong; 1: the result was, or something failed on the way."""
+    """Run the command that argv names."""
     arguments = [word for word in sys.argv[1:] if word != "--debug"]  # it may stand anywhere
     is_debugging = len(arguments) < len(sys.argv) - 1
     try:
-        code = app(arguments, prog_name="longring", standalone_mode=False)
+        code = _run(arguments)
+        sys.stdout.flush()  # a reader that left is noticed here, not while Python shuts down
+    except (KeyboardInterrupt, typer.Abort):
+        code = _say("stopped", STOPPED)
+    except BrokenPipeError:
+        code = _fall_silent()
     except Exception as failure:
         if is_debugging:
             raise
         code = _complain(*_told(failure))
-    except KeyboardInterrupt:
-        code = _complain("stopped", 130)
     sys.exit(code)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    """Not by the app itself, which answers Ctrl-C and a closed pipe in its own way."""
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("longring", list(arguments)) as context:
+            command.invoke(context)
+    except typer.Exit as done:
+        return done.exit_code
+    return 0
 
 
 def _told(failure: Exception) -> tuple[str, int]:
     """What to say of it, and the exit code."""
     if isinstance(failure, LongringError):
         return str(failure), 2 if isinstance(failure, ArgumentError) else 1
-    if isinstance(failure, typer.Abort):
-        return "stopped", 130
     if hasattr(failure, "format_message"):  # of click, or of typer's own copy of it, depending on its version
         return failure.format_message(), 2  # type: ignore[attr-defined]
-    return f"{type(failure).__name__}: {failure} (the whole story: --debug)", 1
+    first, *_ = [*str(failure).strip().splitlines(), ""]
+    return f"{type(failure).__name__}{': ' * bool(first)}{first} (the whole story: --debug)", 1
 
 
 def _complain(what: str, code: int) -> int:
-    print("error:", " ".join(what.split()), file=sys.stderr)
+    return _say("error: " + " ".join(what.split()), code)
+
+
+def _say(what: str, code: int) -> int:
+    print(what, file=sys.stderr)
     return code
+
+
+def _fall_silent() -> int:
+    """Nobody reads any more; what is left in the buffer must not be tried again when Python shuts down."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return NOBODY_READS

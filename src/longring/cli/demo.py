@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import platform
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from ..errors import ArgumentError, LongringError
-from . import screen
+from . import options, screen
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from ..testing import Verdict
 
 NAMES = ("pattern", "schedule", "layout")
+MOST_RANKS = 64
 MOST_SCORES = 1 << 28  # the definition holds about ten float64 matrices of heads x tokens x tokens: here 20 GiB
 
 
@@ -52,22 +52,42 @@ class Row(NamedTuple):
 
 
 def demo(
-    tokens: Annotated[int, typer.Option(min=1, help="Length of the sequence; any number.")] = 757,
-    ranks: Annotated[int, typer.Option(min=1, max=64, help="Processes to start on this machine, a rank each.")] = 4,
-    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
-    kv_heads: Annotated[int, typer.Option(min=1, help="Key and value heads; must divide the query heads.")] = 4,
-    head_dim: Annotated[int, typer.Option(min=1, help="Numbers per head.")] = 64,
-    seed: Annotated[int, typer.Option(min=0, help="Of the random inputs.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("out/demo"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    tokens: options.Tokens = 757,
+    ranks: Annotated[
+        int,
+        typer.Option(
+            parser=options.a_count("--ranks"), metavar="COUNT", help="Processes to start on this machine, a rank each."
+        ),
+    ] = 4,
+    heads: options.Heads = 8,
+    kv_heads: Annotated[
+        int,
+        typer.Option(
+            parser=options.a_count("--kv-heads"), metavar="COUNT", help="Key and value heads; divide the query heads."
+        ),
+    ] = 4,
+    head_dim: options.HeadDim = 64,
+    seed: options.Seed = 0,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the pictures go.")] = Path("out/demo"),
+    report: options.ReportPath = None,
+    as_json: options.AsJson = False,
 ) -> None:
-    """Run ring and dilated attention, forward and backward, on processes of this machine, and judge every number.
+    """Every schedule on processes of this machine, every number judged.
 
-    Needs no GPU. Exit code 1 if a result is wrong, if a rank sent other bytes than the plan said, or if a
-    process could not be started or died.
+    Ring and dilated attention, forward and backward, on real processes that talk over Gloo; no GPU is needed. Results
+    and gradients are held against the float64 definition, bytes sent against the plan.
+
+    \b
+        longring demo --tokens 1001 --ranks 3
+        longring demo --report demo.html
+
+    Exit code 1 if a result is wrong, if a rank sent other bytes than the plan said, or if a process could not be
+    started or died.
     """
     start = time.monotonic()
-    _check(tokens, heads, kv_heads)
+    kv_heads = options.kv_heads_of(heads, kv_heads)
+    _check(tokens, ranks, heads)
+    options.check_writable(report)
     _make_folder(out)  # before the work, so that a folder that cannot be made costs no time
 
     from ..bench.demonstration import Size
@@ -77,17 +97,24 @@ def demo(
     rows, in_processes = _watched(console, size, quiet=as_json)
     pictures, missing = _draw(out)
     seconds = Seconds(in_processes, time.monotonic() - start)
+    told = _as_json(size, rows, seconds, pictures, missing, out=out, report=report)
+    if report is not None:
+        from ..bench.report import write
+
+        write(report, "demo", screen.finite(told))
     if as_json:
-        screen.print_json(_as_json(size, rows, seconds, pictures, missing))
+        screen.print_json(told)
     else:
         _print_report(console, size, rows, seconds, pictures, missing)
+        if report is not None:
+            console.print(f"report: {report}", markup=False, soft_wrap=True)
     if _faults(rows):
         raise typer.Exit(1)
 
 
-def _check(tokens: int, heads: int, kv_heads: int) -> None:
-    if heads % kv_heads:
-        raise ArgumentError(f"--heads must be a multiple of --kv-heads, got {heads} and {kv_heads}")
+def _check(tokens: int, ranks: int, heads: int) -> None:
+    if ranks > MOST_RANKS:
+        raise ArgumentError(f"--ranks must be at most {MOST_RANKS}, which are processes of this machine; got {ranks}")
     if heads * tokens * tokens > MOST_SCORES:
         most = math.isqrt(MOST_SCORES // heads)
         raise ArgumentError(
@@ -254,15 +281,21 @@ def _names(row: Row) -> tuple[str, str, str]:
 
 
 def _as_json(
-    size: Size, rows: list[Row], seconds: Seconds, pictures: list[Path], missing: str | None
+    size: Size,
+    rows: list[Row],
+    seconds: Seconds,
+    pictures: list[Path],
+    missing: str | None,
+    *,
+    out: Path,
+    report: Path | None,
 ) -> dict[str, Any]:
-    import torch
-
-    from .. import __version__
     from ..bench.demonstration import left_out
 
+    real = f"every row on {_processes(size.ranks)} of this machine over Gloo, forward and backward; bytes were counted"
+    simulated = "rows of 2 nodes: their ranks are on this one machine and pass for two"
     return {
-        "versions": {"longring": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        **screen.envelope("demo", {**size._asdict(), "out": out, "report": report}, real=real, simulated=simulated),
         "size": size._asdict(),
         "rows": [_row_as_json(row) for row in rows],
         "left_out": [_excuse(case, size.ranks) for case in left_out(size)],

@@ -16,9 +16,23 @@ DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 """Bytes of a number, by the name of its type."""
 
 
+class _Refused(typer.BadParameter):
+    """Says what is wrong in our words, which name the option; not a ValueError, of which typer would show the type."""
+
+    def format_message(self) -> str:
+        return self.message
+
+
 def a_count(name: str, least: int = 1) -> Callable[[str], int]:
     """Reads 1M, 1Mi, 1e6 and 1_000_000 alike; the error names the option."""
-    return lambda text: count(text, of=name, least=least)
+
+    def read(text: str) -> int:
+        try:
+            return count(text, of=name, least=least)
+        except ArgumentError as error:
+            raise _Refused(str(error)) from None
+
+    return read
 
 
 Tokens = Annotated[
@@ -79,7 +93,7 @@ Layout = Annotated[
 Schedule = Annotated[
     str, typer.Option("--schedule", metavar="NAME", help="In what order ranks meet; auto looks at the cost.")
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the random inputs.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, metavar="NUMBER", help="Of the random inputs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 ReportPath = Annotated[
     Path | None,
@@ -121,12 +135,15 @@ def _branch(text: str) -> tuple[int, int]:
 
 
 def check_writable(path: Path | None) -> None:
-    """Refuse a report path before the work, not after it."""
+    """Refuse a report path before the work, not after it; nothing is left there until there is a report."""
     if path is None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        was_there = path.exists()
         with path.open("ab"):
             pass
+        if not was_there:
+            path.unlink()
     except OSError as failure:
         raise ArgumentError(f"--report {path} cannot be written: {failure.strerror or failure}") from failure

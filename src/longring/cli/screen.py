@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .. import __version__
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,8 +23,12 @@ WIDTH = 100  # of output that goes to no terminal
 def console() -> Console:
     from rich.console import Console
 
-    found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=WIDTH)
+    class Screen(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # called while a BrokenPipeError is handled: main knows what to do with it
+
+    found = Screen(highlight=False)
+    return found if found.is_terminal else Screen(highlight=False, width=WIDTH)
 
 
 def progress(on: Console, *, quiet: bool = False) -> Progress:
@@ -42,6 +52,42 @@ def table(title: str, *words: str, numbers: tuple[str, ...] = ()) -> Table:
     for header in numbers:
         made.add_column(header, justify="right")
     return made
+
+
+def envelope(command: str, arguments: Mapping[str, Any], *, real: str, simulated: str) -> dict[str, Any]:
+    """What the JSON of every command begins with: asked for what, where, and what of it really ran."""
+    return {
+        "command": command,
+        "arguments": {name: str(value) if isinstance(value, Path) else value for name, value in arguments.items()},
+        "versions": _versions(),
+        "machine": _machine(),
+        "real": real,
+        "simulated": simulated,
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    import platform
+    from importlib import metadata
+
+    try:
+        torch = metadata.version("torch")  # asked of the package's papers: loading it takes a second
+    except metadata.PackageNotFoundError:
+        torch = None
+    return {"longring": __version__, "torch": torch, "python": platform.python_version()}
+
+
+def _machine() -> dict[str, Any]:
+    """GPUs are named only by commands that have loaded torch anyway."""
+    import platform
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found: dict[str, Any] = {"system": platform.platform(), "processor": platform.machine(), "cores": cores}
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+        found |= {"threads": torch.get_num_threads(), "gpus": [torch.cuda.get_device_name(gpu) for gpu in gpus]}
+    return found
 
 
 def print_json(told: Any) -> None:

@@ -9,7 +9,8 @@ from ..errors import ArgumentError
 
 _THOUSANDS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZES = {**_THOUSANDS, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-_COUNT = re.compile(r"(?P<number>\d[\d_,]*(?:\.\d+)?(?:[eE][+]?\d{1,2})?)\s*(?P<unit>[KMGT]?i?)", re.IGNORECASE)
+_WHOLE = r"\d{1,3}(?:,\d{3})+|\d+(?:_\d+)*"  # commas between thousands only: in 1,5 it would be a decimal point
+_COUNT = re.compile(rf"(?P<number>-?(?:{_WHOLE})(?:\.\d+)?(?:e[+]?\d{{1,2}})?)\s*(?P<unit>[KMGT]?i?)", re.IGNORECASE)
 MOST = 10**15  # more tokens or bytes than any machine will see is a slip of the keyboard
 
 
@@ -28,8 +29,8 @@ def count(text: str | int, *, of: str = "a count", least: int = 1) -> int:
 def spoken_count(number: float) -> str:
     """1M for a round number, else with its thousands set apart."""
     for unit, size in sorted(_THOUSANDS.items(), key=lambda pair: -pair[1]):
-        if unit and number >= size and number % size == 0:
-            return f"{number // size:g}{unit}"
+        if unit and number % size == 0 and 1 <= number // size < 10_000:
+            return f"{number // size:.0f}{unit}"
     return f"{number:,.0f}"
 
 

@@ -1,0 +1,232 @@
+"""The command line as a whole, in processes of its own: help, failures, Ctrl-C, a reader that leaves."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from longring import __version__
+from longring.cli import ORDER, app
+
+HEAVY = {"torch", "numpy", "matplotlib", "rich", "transformers"}
+
+# A command that does as it is told, beside the real ones.
+ODD_COMMAND = """
+import sys, time, typer
+from longring import errors
+from longring.cli import app, main, screen
+
+@app.command()
+def odd(what: str, tables: bool = False):
+    if what == "key":
+        raise KeyError("x")
+    if what == "lines":
+        raise RuntimeError("first line\\nsecond line")
+    if what == "mute":
+        raise MemoryError
+    if what == "lost":
+        raise errors.PeerLost("rank 3 is\\n gone")
+    if what == "exit":
+        raise typer.Exit(3)
+    if what == "abort":
+        raise typer.Abort
+    if what == "sleep":
+        print("ready", flush=True)
+        time.sleep(60)
+    say = screen.console().print if tables else print
+    for line in range(100_000):
+        say(line)
+
+main()
+"""
+
+
+def longring(*arguments, code="from longring.cli import main; main()", python=()):
+    command = [sys.executable, *python, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment())
+
+
+def environment():
+    return {**os.environ, "NO_COLOR": "1", "COLUMNS": "80"}
+
+
+def odd(*arguments):
+    return longring("odd", *arguments, code=ODD_COMMAND)
+
+
+def test_help_lists_the_commands_in_the_order_in_which_one_meets_them():
+    done, bare = longring("--help"), longring()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert bare.stdout == done.stdout
+    listed = [line.split()[0] for line in done.stdout.partition("Commands:\n")[2].splitlines()]
+    assert listed == [name for name in ORDER if name in listed]
+    assert listed
+
+
+def test_every_command_says_in_a_line_what_it_is_for():
+    described = longring("--help").stdout.partition("Commands:\n")[2].splitlines()
+    for line in described:
+        assert len(line.split()) > 2
+        assert not line.endswith("..."), f"the first sentence of this command's docstring is too long: {line}"
+
+
+def names():
+    from typer.main import get_command
+
+    return list(get_command(app).commands)
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_commands_help_teaches_by_an_example(name):
+    done = longring(name, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"longring {name}" in done.stdout.partition("Usage:")[2].partition("\n")[2]
+    assert "--json" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [("--help",), (), ("--version",), *((name, "--help") for name in names())])
+def test_help_and_version_load_nothing_heavy(arguments):
+    done = longring(*arguments, python=("-X", "importtime"))
+    assert done.returncode == 0
+    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
+    assert "typer" in imported
+    assert not imported & HEAVY
+
+
+def test_version():
+    done = longring("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"longring {__version__}\n", "")
+
+
+def test_as_a_module_it_is_the_same_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "longring", "--version"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == f"longring {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("sing",), "No such command 'sing'"),
+        (("--colour",), "No such option: --colour"),
+        (("demo", "--colour"), "No such option: --colour"),
+        (("demo", "--seed", "-1"), "Invalid value for '--seed'"),
+        (("demo", "--seed", "many"), "Invalid value for '--seed'"),
+        (("demo", "more"), "unexpected extra argument"),
+    ],
+)
+def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, said):
+    done = longring(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("key", "error: KeyError: 'x' (the whole story: --debug)\n"),
+        ("lines", "error: RuntimeError: first line (the whole story: --debug)\n"),
+        ("mute", "error: MemoryError (the whole story: --debug)\n"),
+        ("lost", "error: rank 3 is gone\n"),
+    ],
+)
+def test_any_failure_is_one_line_and_exit_code_1(what, said):
+    done = odd(what)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
+
+
+@pytest.mark.parametrize("arguments", [("--debug", "odd", "key"), ("odd", "--debug", "key"), ("odd", "key", "--debug")])
+def test_debug_anywhere_shows_the_traceback(arguments):
+    done = longring(*arguments, code=ODD_COMMAND)
+    assert done.returncode == 1
+    assert "Traceback (most recent call last)" in done.stderr
+    assert done.stderr.rstrip().endswith("KeyError: 'x'")
+
+
+def test_a_command_has_the_last_word_on_its_exit_code():
+    assert (odd("exit").returncode, odd("exit").stderr) == (3, "")
+
+
+def test_an_aborted_command_was_stopped():
+    done = odd("abort")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
+
+
+def test_ctrl_c_is_one_word_and_exit_code_130():
+    with started("odd", "sleep") as running:
+        assert running.stdout.readline() == "ready\n"
+        running.send_signal(signal.SIGINT)
+        out, said = running.communicate(timeout=30)
+    assert (running.returncode, out, said) == (130, "", "stopped\n")
+
+
+@pytest.mark.processes
+def test_ctrl_c_at_a_terminal_reaches_ranks_too_and_none_of_them_says_anything(tmp_path):
+    code = "from longring.cli import main; main()"
+    with started("demo", "--tokens", "4001", "--out", str(tmp_path), code=code, start_new_session=True) as running:
+        wait_for_children(running.pid, more_than=3)
+        os.killpg(running.pid, signal.SIGINT)
+        out, said = running.communicate(timeout=60)
+    assert (running.returncode, out, said) == (130, "", "stopped\n")
+
+
+@pytest.mark.parametrize("more", [(), ("--tables",)])
+def test_a_reader_that_leaves_is_no_error(more):
+    with started("odd", "print", *more) as running:
+        assert running.stdout.readline() == "0\n"
+        running.stdout.close()
+        assert running.stderr.read() == ""
+    assert running.wait(timeout=30) == 141
+
+
+def test_a_reader_that_leaves_before_a_short_text_is_no_error():
+    with started("--help", code="import time; time.sleep(0.5); from longring.cli import main; main()") as running:
+        running.stdout.close()
+        assert running.stderr.read() == ""
+    assert running.wait(timeout=30) == 141
+
+
+def started(*arguments, code=ODD_COMMAND, **options):
+    command = [sys.executable, "-c", code, *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment(), **pipes, **options)
+
+
+def wait_for_children(process, *, more_than):
+    """Until its descendants are that many: the fork server, and ranks below it."""
+    end = time.monotonic() + 60
+    while len(descendants(process)) <= more_than:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def descendants(process):
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    pairs = [tuple(map(int, line.split())) for line in listed.splitlines()]
+    found, older = [], [process]
+    while older:
+        older = [child for child, parent in pairs if parent in older]
+        found += older
+    return found
+
+
+def test_json_begins_alike_for_all():
+    code = """
+from pathlib import Path
+from longring.cli import screen
+screen.print_json(screen.envelope("plan", {"tokens": 7, "report": Path("a/b")}, real="nothing", simulated="all"))
+import sys
+assert "torch" not in sys.modules
+"""
+    told = json.loads(longring(code=code).stdout)
+    assert list(told) == ["command", "arguments", "versions", "machine", "real", "simulated"]
+    assert told["arguments"] == {"tokens": 7, "report": "a/b"}
+    assert set(told["versions"]) == {"longring", "torch", "python"}
+    assert told["machine"]["cores"] >= 1
