@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..geometry.patterns import Dense, Pattern
 from ..geometry.task import Task
-from .cost import MACHINES, Estimate, estimates
+from .cost import Estimate, estimates, typical
 
 MARGIN = 1.1  # estimates are rough: by less than this nobody is faster
 
@@ -34,7 +34,7 @@ def choose_schedule(
         head_dim=head_dim,
         itemsize=itemsize,
         node_ranks=node_ranks or task.ranks,
-        machine=MACHINES.get(machine, MACHINES["cpu"]),
+        machine=typical(machine),
     )
     fastest = min(one.seconds for one in found)
     fast = [one for one in found if one.seconds <= MARGIN * fastest]

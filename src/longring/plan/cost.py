@@ -1,11 +1,12 @@
 """What a schedule's forward would cost on a machine, estimated from a few ranks: enough to choose by.
 
-Bytes and work are counted on the plan; speeds are round numbers of a kind of machine. Exact predictions of bytes are
-in `traffic`.
+Bytes and work are counted on the plan; speeds are those of a typical machine in `hardware`. Exact predictions of bytes
+are in `traffic`.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from ..geometry.itinerary import Itinerary, Lane, double_ring, ring
 from ..geometry.parcels import needed
 from ..geometry.patterns import Dilated
 from ..geometry.task import Task, runs_over_sources
+from .hardware import hardware
 
 RANKS_TO_ASK, STEPS_TO_ASK = 8, 32
 
@@ -26,8 +28,16 @@ class Machine(NamedTuple):
     outside: float
 
 
-MACHINES = {"cuda": Machine(4e14, 2e11, 4e10), "cpu": Machine(5e10, 2e9, 1e9)}
-"""Round numbers: a GPU of a Hopper kind, NVLink and 400 Gbit/s; a core of a server, loopback and 10 Gbit/s."""
+TYPICAL = {"cuda": "h200", "cpu": "cpu"}
+"""By the kind of device, the hardware that speaks for it."""
+
+
+@lru_cache(maxsize=8)
+def typical(device: str) -> Machine:
+    """Of a kind that nobody described, the CPU's."""
+    found = hardware(TYPICAL.get(device, "cpu"))
+    flops = found.flops("forward", itemsize=2)
+    return Machine(flops, found.inside.bytes_per_second, found.outside.bytes_per_second)
 
 
 class Estimate(NamedTuple):

@@ -133,33 +133,56 @@ def _links(told: dict[str, Any], file: Path) -> dict[str, Link]:
     return found
 
 
-MEASURES = ("memory_bytes_per_second", "launch_seconds")
-COUNTS = ("memory_bytes", "half_rate_rows", "links_out", "ranks_per_node")
-RATES = ("forward_flops", "backward_flops")
-SOURCED = ("memory_bytes", *RATES, "half_rate_rows", *MEASURES, "ranks_per_node")
+SOURCED = (
+    "memory_bytes",
+    "forward_flops",
+    "backward_flops",
+    "half_rate_rows",
+    "memory_bytes_per_second",
+    "launch_seconds",
+    "ranks_per_node",
+)
 """Fields that must say where they come from; links say it themselves."""
 
 
 def _machine(name: str, entry: dict[str, Any], links: dict[str, Link], file: Path) -> Hardware:
     where = f"{file}: [hardware.{name}]"
     _check_fields(entry, {one.name for one in fields(Hardware)} - {"name"}, where)
-    if entry["device"] not in ("cuda", "cpu"):
-        raise ArgumentError(f"{where} device must be cuda or cpu, got {entry['device']!r}")
-    sources = entry["sources"]
-    if not isinstance(sources, dict):
-        raise ArgumentError(f"{where} sources must be a table, a text for each of {', '.join(SOURCED)}")
-    _check_fields(sources, set(SOURCED), f"{file}: [hardware.{name}.sources]")
+    forward, backward = (_flops(entry, key, where) for key in ("forward_flops", "backward_flops"))
+    if set(forward) != set(backward):
+        raise ArgumentError(
+            f"{where} backward_flops has {', '.join(backward)}, forward_flops {', '.join(forward)}: "
+            "they must be of the same types"
+        )
     return Hardware(
         name=name,
         title=_text(entry, "title", where),
-        device=entry["device"],
-        sources={key: _text(sources, key, f"{file}: [hardware.{name}.sources]") for key in SOURCED},
+        device=_device(entry, where),
+        memory_bytes=_whole(entry, "memory_bytes", where),
+        forward_flops=forward,
+        backward_flops=backward,
+        half_rate_rows=_whole(entry, "half_rate_rows", where),
+        memory_bytes_per_second=_number(entry, "memory_bytes_per_second", where),
+        launch_seconds=_number(entry, "launch_seconds", where),
         inside=_link(entry, "inside", links, where),
         outside=_link(entry, "outside", links, where),
-        **{key: _flops(entry, key, where) for key in RATES},
-        **{key: _number(entry, key, where) for key in MEASURES},
-        **{key: _whole(entry, key, where) for key in COUNTS},
+        links_out=_whole(entry, "links_out", where),
+        ranks_per_node=_whole(entry, "ranks_per_node", where),
+        sources=_sources(entry["sources"], f"{file}: [hardware.{name}.sources]"),
     )
+
+
+def _sources(told: Any, where: str) -> dict[str, str]:
+    if not isinstance(told, dict):
+        raise ArgumentError(f"{where} must be a table with a text for each of {', '.join(SOURCED)}, got {told!r}")
+    _check_fields(told, set(SOURCED), where)
+    return {key: _text(told, key, where) for key in SOURCED}
+
+
+def _device(entry: dict[str, Any], where: str) -> Literal["cuda", "cpu"]:
+    if entry["device"] not in ("cuda", "cpu"):
+        raise ArgumentError(f"{where} device must be cuda or cpu, got {entry['device']!r}")
+    return entry["device"]
 
 
 def _tables(told: dict[str, Any], kind: str, file: Path) -> dict[str, dict[str, Any]]:
@@ -207,6 +230,6 @@ def _text(entry: dict[str, Any], key: str, where: str) -> str:
 
 
 def _link(entry: dict[str, Any], key: str, links: dict[str, Link], where: str) -> Link:
-    if entry[key] not in links:
+    if not isinstance(entry[key], str) or entry[key] not in links:
         raise ArgumentError(f"{where} {key} must name one of the links {', '.join(links)}, got {entry[key]!r}")
     return links[entry[key]]
