@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ..errors import PatternError
 from .layouts import Documents, Shard
+from .ranges import shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,8 @@ class Dense:
             span = span.within(_span_of_documents(self.documents, first, last))
         return span.within(Span(first + lo if lo is not None else 0, last + hi if hi is not None else span.last))
 
-    def groups(self, problem: Problem, near: Shard) -> Iterator[Group]:
+    def groups(self, problem: Problem, near: Shard, far: Shard | None = None) -> Iterator[Group]:
+        """Those with a query in `near`. With `far`, some that have no key there may be left out."""
         lo, hi = self.limits
         heads = range(problem.kv_heads)
         for batch, boundaries, end in self._rows(problem):
@@ -214,10 +216,11 @@ class Dilated:
             span = span.within(Span(start, stop - 1))
         return span.up_to(last) if self.causal else span
 
-    def groups(self, problem: Problem, near: Shard) -> Iterator[Group]:
+    def groups(self, problem: Problem, near: Shard, far: Shard | None = None) -> Iterator[Group]:
+        """Those with a query in `near`. With `far`, some that have no key there may be left out."""
         for number, (w, r) in enumerate(self.branches):
             by_phase = self._phases(problem.kv_heads, number)
-            for batch, segment, key_stop in self._segments(problem, near, w):
+            for batch, segment, key_stop in self._segments(problem, near, far, w):
                 for phase, heads in by_phase.items():
                     queries = range(segment.start + phase, segment.stop, r)
                     keys = range(segment.start + phase, min(segment.stop, key_stop), r)
@@ -228,17 +231,21 @@ class Dilated:
         """For every phase in the branch of this number, the kv heads that have it."""
         return phases(kv_heads, self.dilation_rates[number], self.phase)
 
-    def _segments(self, problem: Problem, near: Shard, w: int) -> Iterator[tuple[range, range, int]]:
+    def _segments(
+        self, problem: Problem, near: Shard, far: Shard | None, w: int
+    ) -> Iterator[tuple[range, range, int]]:
         """(batch rows, segment, where its keys end). Without documents a query may stand behind the last key."""
         if self.documents is None:
-            for index in _indices_near(near, w):
+            spans = _spans_near(near, w)
+            # a rank has thousands of segments of its own, and shares few of them with each of a thousand others
+            for index in _in_order(spans if far is None else shared(spans, _spans_near(far, w))):
                 yield range(problem.batch), range(index * w, (index + 1) * w), problem.n_k
             return
         for row, boundaries in enumerate(self.documents):
             batch = range(problem.batch) if len(self.documents) == 1 else range(row, row + 1)
             for document in _documents_near(boundaries, near):
                 inside = tuple(range(r.start - document.start, r.stop - document.start, r.step) for r in near)
-                for index in _indices_near(inside, w, len(document)):
+                for index in _in_order(_spans_near(inside, w, len(document))):
                     start = document.start + index * w
                     yield batch, range(start, min(start + w, document.stop)), document.stop
 
@@ -310,7 +317,7 @@ def phases(kv_heads: int, rate: int, phase: str) -> dict[int, range]:
     return {f: range(f * size, min((f + 1) * size, kv_heads)) for f in range(-(-kv_heads // size))}
 
 
-def _indices_near(near: Shard, w: int, length: int | None = None) -> list[int]:
+def _spans_near(near: Shard, w: int, length: int | None = None) -> list[range]:
     """Indices of the segments of length w in which a position of `near` could lie, rising, from 0 on."""
     spans: list[range] = []
     for r in near:
@@ -320,7 +327,11 @@ def _indices_near(near: Shard, w: int, length: int | None = None) -> list[int]:
             first = spans[-1].stop
         if first < stop:
             spans.append(range(first, stop))
-    return [index for span in spans for index in span]
+    return spans
+
+
+def _in_order(spans: Iterable[range]) -> Iterator[int]:
+    return (index for span in spans for index in span)
 
 
 def _span_of_documents(documents: Documents, first: int, last: int) -> Span:

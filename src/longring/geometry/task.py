@@ -69,7 +69,7 @@ def tiles_of(task: Task, queries: Shard, keys: Shard) -> tuple[Tile, ...]:
     if not queries or not keys:
         return ()
     positions = tuple(moved(r, task.problem.offset) for r in queries)
-    return cut_tiles(task.pattern.groups(task.problem, positions), positions, keys)
+    return cut_tiles(task.pattern.groups(task.problem, positions, keys), positions, keys)
 
 
 @lru_cache(maxsize=512)
