@@ -35,7 +35,7 @@ def measured(d: int, many: int, rows: int, cols: int, causal: bool) -> dict[str,
             known = Rows(dout, *operation.forward(*given), None)
             forward[operation.name] = Turn(lambda o=operation, g=given: o.forward(*g))
             backward[operation.name] = Turn(lambda o=operation, g=given, r=known: o.backward(r, *g))
-    work = 4e-9 * many * HEADS * rows * cols * d / (2 if causal else 1)
+    work = 4e-12 * many * HEADS * rows * cols * d / (2 if causal else 1)
     times = [timed(turns, q.device, repeats=5) for turns in (forward, backward)]
     return {name: (round(work / times[0][name].median), round(2.5 * work / times[1][name].median)) for name in forward}
 

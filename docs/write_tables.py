@@ -5,9 +5,9 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
 
-from longring.bench.gpu.record import Record
 from longring.bench.gpu.scenarios import SCENARIOS
 from longring.bench.gpu.tables import goal_table, machine_table, markdown
+from longring.bench.records import Record
 from longring.plan.advice import milestone_table, variable_table
 
 DOCS = Path(__file__).parent

@@ -8,9 +8,9 @@ from longring.bench.gpu.check import Result, check
 from longring.bench.gpu.contest import Directly
 from longring.bench.gpu.direct import direct_kernels
 from longring.bench.gpu.given import Place, Shape, given
-from longring.bench.gpu.record import Record
 from longring.bench.gpu.recreated import RingFlashAttention, TransformerEngine, Ulysses
 from longring.bench.gpu.scenarios import SCENARIOS
+from longring.bench.records import Record
 from longring.geometry.patterns import Dense
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -8,27 +8,26 @@ import pytest
 import torch
 
 from longring import LongringError
-from longring.bench.gpu.clock import Spread
 from longring.bench.gpu.dense import TO_THE_BEST
 from longring.bench.gpu.dilated import TO_LONGNET
 from longring.bench.gpu.error import TO_ONE_CALL
 from longring.bench.gpu.goals import goals
-from longring.bench.gpu.record import SCHEMA, Record, Row, new_record
 from longring.bench.gpu.ring import EFFICIENCY
-from longring.bench.gpu.scenarios import SCENARIOS
+from longring.bench.gpu.scenarios import SCENARIOS, gpu_record
 from longring.bench.gpu.tables import goal_table, machine_table, markdown, plain, plain_goals
+from longring.bench.records import SCHEMA, Record, Row, Spread
 
-MS = Spread(1.5, 1.25, 2.0, 5)
+TIME = Spread(1.5e-3, 1.25e-3, 2e-3, 5)
 
 
 def record(**scenarios):
-    made = new_record("the command", torch.device("cpu"), is_quick=False)
+    made = gpu_record("the command", torch.device("cpu"), is_quick=False)
     made.scenarios = scenarios
     return made
 
 
 def row(case="causal, n = 32K", name="longring", phase="forward", **told):
-    return Row(case, phase, name, **{"ms": MS, **told})
+    return Row(case, phase, name, **{"time": TIME, **told})
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -42,7 +41,8 @@ def test_what_is_written_is_read(tmp_path):
     assert told["schema"] == SCHEMA
     assert "virtual" in told["simulated"]
     assert {"torch", "triton", "flash-attn-4", "cuda"} <= told["versions"].keys()
-    assert "extra_memory" not in told["scenarios"]["dense"][0]  # what is not known is not written
+    assert told["command"] == "bench"
+    assert told["rows"][0]["time"] == {"median": 0.0015, "low": 0.00125, "high": 0.002, "runs": 5}
 
 
 def test_another_form_is_refused(tmp_path):
@@ -59,7 +59,7 @@ def test_a_record_is_continued_by_the_same_code_on_the_same_machine(tmp_path):
     record(dense=[row()]).save(path)
     assert later.continues(path)
     assert later.scenarios == {"dense": [row()]}
-    assert later.command == "the command; the command"
+    assert later.line == "the command; the command"
     other = record()
     other.commit = "another"
     assert not other.continues(path)
@@ -67,13 +67,13 @@ def test_a_record_is_continued_by_the_same_code_on_the_same_machine(tmp_path):
 
 
 def test_tables_leave_out_empty_columns():
-    rows = [row(), row(name="cudnn", kind="kernel", ms=None, note="not timed: it refused")]
+    rows = [row(), row(name="cudnn", kind="kernel", time=None, note="not timed: it refused")]
     text = plain(rows)
     assert "1.5 (1.25 to 2)" in text
     assert "cudnn (kernel)" in text
     assert "extra memory" not in text
     table = markdown(record(dense=rows), "dense")
-    assert table.startswith("| case | pass | who | ms (min to max) | note |\n| --- |")
+    assert table.startswith("| case | pass | who | ms (quartiles) | note |\n| --- |")
     assert markdown(record(), "dense") == "Not in this record.\n"
 
 
@@ -88,13 +88,13 @@ def test_goals_are_read_off_the_rows():
                 row("4 ranks", "simulated ring of 4", ratios={EFFICIENCY: 0.5}),
             ],
             dilated=[
-                row("n = 1M, 16 heads, d = 128", ms=Spread(40.0, 39, 41, 5), extra_memory=1.6),
+                row("n = 1M, 16 heads, d = 128", time=Spread(0.040, 0.039, 0.041, 5), extra_memory=1.6),
                 row("n = 64K, 16 heads, d = 128", ratios={TO_LONGNET: 4.5}),
             ],
-            longest=[row("causal forward", ms=None, note="failed: out of memory")],
+            longest=[row("causal forward", time=None, note="failed: out of memory")],
             error=[
-                row("64 ranks", "ring of 64", "both", ms=None, ratios={TO_ONE_CALL: 1.1}),
-                row("64 ranks", "another's", "both", ms=None, kind="re-created", ratios={TO_ONE_CALL: 6.0}),
+                row("64 ranks", "ring of 64", "both", time=None, ratios={TO_ONE_CALL: 1.1}),
+                row("64 ranks", "another's", "both", time=None, kind="re-created", ratios={TO_ONE_CALL: 6.0}),
             ],
         )
     )

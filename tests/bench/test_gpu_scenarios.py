@@ -10,8 +10,7 @@ from longring.bench.gpu.contest import Differentiated, Directly, Stage, contest
 from longring.bench.gpu.direct import FlashForCpu
 from longring.bench.gpu.given import Place, Shape, given
 from longring.bench.gpu.packages import Package, dilated_peers
-from longring.bench.gpu.record import new_record
-from longring.bench.gpu.scenarios import SCENARIOS, run_scenarios
+from longring.bench.gpu.scenarios import SCENARIOS, gpu_record, run_scenarios
 from longring.bench.gpu.sizes import FULL, QUICK, Sizes
 from longring.geometry.patterns import Dense, Dilated
 
@@ -59,13 +58,13 @@ def stage(**told):
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_scenario_runs_through(name):
-    record, told = new_record("", CPU, True), []
+    record, told = gpu_record("", CPU, True), []
     run_scenarios(stage(), record, [name], lambda name, rows: told.append((name, len(rows))))
     rows = record.scenarios[name]
     assert record.failures == []
     assert {row.name for row in rows} == EXPECTED[name]
     assert all(row.errors for row in rows)
-    assert all(row.ms is not None for row in rows) or name == "error"
+    assert all(row.time is not None for row in rows) or name == "error"
     assert told == [(name, len(rows))]
 
 
@@ -75,7 +74,7 @@ def test_a_scenario_that_breaks_leaves_the_others(monkeypatch):
         raise RuntimeError("no more memory")
 
     monkeypatch.setitem(SCENARIOS, "dense", broken)
-    record = new_record("", CPU, True)
+    record = gpu_record("", CPU, True)
     run_scenarios(stage(), record, ["dense", "longest"], lambda name, rows: None)
     assert record.failures == ["dense: RuntimeError: no more memory"]
     assert record.scenarios["longest"]
@@ -85,7 +84,7 @@ def test_what_is_wrong_is_not_timed():
     x, here = given(EQUAL, Place(CPU, torch.bfloat16)), stage()
     forgetful = Differentiated("forgetful", x, lambda q, k, v: (q + k + v, None))
     rows = contest(here, "a case", EQUAL, Dense(causal=True), x, [forgetful, Directly(FlashForCpu(), x, True)])
-    assert [(row.name, row.ms is None) for row in rows] == [("forgetful", True), ("cpu", False), ("cpu", False)]
+    assert [(row.name, row.time is None) for row in rows] == [("forgetful", True), ("cpu", False), ("cpu", False)]
     assert "not timed: Wrong" in rows[0].note
     assert len(here.failures) == 1
 
@@ -102,7 +101,7 @@ def test_competitors_take_turns_and_stragglers_leave(monkeypatch):
     turns = {name: Turn(lambda name=name: played.append(name)) for name in times}
     found = timed(turns, CPU, repeats=3, keep=("kept",), is_warm=True)
     assert played == ["a", "b", "slow", "kept", "kept", "b", "a", "b", "kept", "a"]
-    assert {name: spread.repeats for name, spread in found.items()} == {"a": 3, "b": 3, "slow": 1, "kept": 3}
+    assert {name: spread.runs for name, spread in found.items()} == {"a": 3, "b": 3, "slow": 1, "kept": 3}
 
 
 def test_a_package_keeps_its_graph_for_its_turn_alone():

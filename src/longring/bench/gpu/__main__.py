@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
+from ..records import Row
 from .contest import Stage
 from .given import Place
-from .record import Row, new_record
-from .scenarios import SCENARIOS, run_scenarios
+from .scenarios import SCENARIOS, gpu_record, run_scenarios
 from .sizes import FULL, QUICK
 from .tables import TITLES, plain, plain_goals
 
@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     stage = Stage(Place(device, torch.bfloat16), QUICK if options.quick else FULL, options.peers)
     given = sys.argv[1:] if arguments is None else arguments
-    record = new_record(" ".join(["python -m longring.bench.gpu", *given]), device, options.quick)
+    record = gpu_record(" ".join(["python -m longring.bench.gpu", *given]), device, options.quick)
     record.commit = options.commit or record.commit
     if options.only and record.continues(options.out):
         sys.stdout.write(f"continuing {options.out}, which has {', '.join(record.scenarios)}\n")
@@ -36,6 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
         record.save(options.out)
 
     run_scenarios(stage, record, options.only or list(SCENARIOS), tell, lambda: record.save(options.out))
+    record.is_complete = True
+    record.save(options.out)
     sys.stdout.write(f"\nGoals\n{plain_goals(record)}")
     for note in (*record.missing, *(f"FAILED: {failure}" for failure in record.failures)):
         sys.stdout.write(f"{note}\n")

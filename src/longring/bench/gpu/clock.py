@@ -1,13 +1,14 @@
-"""Time and memory on the device: competitors in turns, by CUDA events, with medians and spread."""
+"""Time and memory on the device: competitors in turns, by CUDA events, in seconds, with medians and spread."""
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+
+from ..records import Spread
 
 CACHE_BYTES = 1 << 28  # written before each call: more than any second-level cache holds
 HEAD_START = 3_000_000  # cycles, 1.5 ms: the device sleeps so long before each call, while the host prepares it
@@ -26,19 +27,6 @@ class Turn(NamedTuple):
     call: Call
     before: Call = _nothing
     after: Call = _nothing
-
-
-class Spread(NamedTuple):
-    """Milliseconds."""
-
-    median: float
-    min: float
-    max: float
-    repeats: int
-
-    @classmethod
-    def of(cls, times: list[float]) -> Spread:
-        return cls(statistics.median(times), min(times), max(times), len(times))
 
 
 def timed(
@@ -83,7 +71,7 @@ def _round_on_gpu(turns: list[tuple[str, Turn]], device: torch.device) -> dict[s
         turn.after()
         events[name] = start, end
     torch.cuda.synchronize(device)
-    return {name: start.elapsed_time(end) for name, (start, end) in events.items()}
+    return {name: 1e-3 * start.elapsed_time(end) for name, (start, end) in events.items()}
 
 
 def _round_on_host(turns: list[tuple[str, Turn]]) -> dict[str, float]:
@@ -92,7 +80,7 @@ def _round_on_host(turns: list[tuple[str, Turn]]) -> dict[str, float]:
         turn.before()
         start = time.perf_counter()
         turn.call()
-        times[name] = 1e3 * (time.perf_counter() - start)
+        times[name] = time.perf_counter() - start
         turn.after()
     return times
 

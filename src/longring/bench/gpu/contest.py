@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ...geometry.patterns import Pattern
-from .check import Errors, Result, check, errors_of
+from ..records import Row
+from .check import Errors, Result, allowed, check, errors_of
 from .clock import Turn, release, timed
 from .direct import Direct, Found
 from .given import Given, Place, Shape
-from .record import Row
 from .sizes import Sizes
 from .work import flops
 
@@ -136,7 +136,7 @@ def contest(
             errors, lse = _checked(entry, x, pattern, lse)
         except Exception as error:  # whatever a kernel or a peer raises, the others go on
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            rows.append(Row(case, "both", entry.name, entry.kind, note=f"not timed: {why}"))
+            rows.append(Row(case, "both", entry.name, entry.kind, note=f"not timed: {why}", tokens=shape.n))
             if entry.kind == "ours":
                 stage.failures.append(f"{case}, {entry.name}: {why}")
             continue
@@ -152,8 +152,9 @@ def contest(
         for name, spread in times.items():
             entry, errors = fit[name]
             told = {quantity: error for quantity, error in errors.items() if _belongs(quantity, phase)}
-            rate = work * entry.share / spread.median / 1e9
-            rows.append(Row(case, phase, name, entry.kind, spread, rate, errors=told))
+            limits = {} if entry.instead else {quantity: allowed(x.q.dtype)[quantity] for quantity in told}
+            rate = work * entry.share / spread.median / 1e12
+            rows.append(Row(case, phase, name, entry.kind, spread, rate, errors=told, allowed=limits, tokens=shape.n))
     return rows
 
 
@@ -182,11 +183,11 @@ def _belongs(quantity: str, phase: str) -> bool:
 def compare(rows: list[Row], name: str, other: Row | None, what: str, *, efficiency: bool = False) -> None:
     """Say of the rows called `name` how many times the other's time they take; or, as efficiency, the inverse."""
     for row in rows:
-        if row.name == name and row.ms and other and other.ms and row.phase == other.phase:
-            ratio = row.ms.median / other.ms.median
+        if row.name == name and row.time and other and other.time and row.phase == other.phase:
+            ratio = row.time.median / other.time.median
             row.ratios[what] = 1 / ratio if efficiency else ratio
 
 
 def best(rows: list[Row], phase: str, kind: str) -> Row | None:
-    fit = [row for row in rows if row.kind == kind and row.phase == phase and row.ms]
-    return min(fit, key=lambda row: row.ms.median if row.ms else 0.0, default=None)
+    fit = [row for row in rows if row.kind == kind and row.phase == phase and row.time]
+    return min(fit, key=lambda row: row.time.median if row.time else 0.0, default=None)

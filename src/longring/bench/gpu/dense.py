@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from ...functional import attention
 from ...geometry.patterns import Dense
+from ..records import Row
 from .contest import Differentiated, Directly, Entry, Stage, best, compare, contest
 from .direct import direct_kernels
 from .given import Given, Shape, given
-from .record import Row
 
 TO_THE_BEST = "times the best kernel called directly"
 NEWEST = "flash_attn_4"

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from ...functional import attention
 from ...geometry.patterns import Dense, Dilated
+from ..records import Row
 from .clock import peak_beyond, release
 from .contest import Differentiated, Directly, Entry, Stage, best, compare, contest
 from .direct import direct_kernels
 from .given import Given, Shape, given
 from .packages import dilated_peers
-from .record import Row
 
 TO_LONGNET = "times as fast as LongNet's own code"
 DENSE_RATE = "of the best dense kernel's rate"
@@ -45,7 +45,7 @@ def _tell_memory(stage: Stage, rows: list[Row], x: Given, entries: Sequence[Entr
     outputs = {"forward": x.tensor_bytes + 4 * x.q[..., 0].numel(), "backward": 3 * x.tensor_bytes}
     for entry in entries:
         for row in rows:
-            if row.name == entry.name and row.ms:
+            if row.name == entry.name and row.time:
                 turn = entry.turn(row.phase)
                 turn.before()
                 release(stage.device)

@@ -13,12 +13,12 @@ from ...functional import attention
 from ...geometry.patterns import Dense
 from ...schedules.buffers import release_buffers
 from ...simulation import simulate
+from ..records import Row
 from .check import Errors, Result
 from .contest import Differentiated, Entry, Stage
 from .direct import direct_kernels
 from .exact import exact_columns, exact_rows
 from .given import Given, given
-from .record import Row
 from .recreated import RingFlashAttention, TransformerEngine
 
 CAUSAL = Dense(causal=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from ..records import Record, Row
 from .dense import TO_THE_BEST
 from .dilated import DENSE_RATE, TO_LONGNET
 from .error import TO_ITS_LSE, TO_ONE_CALL
-from .record import Record, Row
 from .ring import EFFICIENCY
 
 EFFICIENCIES = {4: (0.98, 0.97), 8: (0.97, 0.95), 16: (0.93, 0.90)}  # by ranks: forward, backward
@@ -49,11 +49,11 @@ def _rings(record: Record) -> Iterator[Goal]:
 
 def _dilated(record: Record) -> Iterator[Goal]:
     for row in record.rows("dilated", name="longring"):
-        if row.ms is None:
+        if row.time is None:
             continue
         what = _what("dilated", row)
         if "n = 1M, 16 heads" in row.case:
-            yield _at_most(what, row.ms.median, MILLISECONDS[row.phase], " ms")
+            yield _at_most(what, 1e3 * row.time.median, MILLISECONDS[row.phase], " ms")
         for length, wanted in TIMES_LONGNET.items():
             if f"n = {length}," in row.case and TO_LONGNET in row.ratios:
                 yield _at_least(what, row.ratios[TO_LONGNET], wanted[row.phase], f" {TO_LONGNET}")
@@ -65,7 +65,7 @@ def _dilated(record: Record) -> Iterator[Goal]:
 
 def _longest(record: Record) -> Iterator[Goal]:
     for row in record.scenarios.get("longest", []):
-        yield Goal(row.case, "fits, and is right", "yes" if row.ms else row.note, row.ms is not None)
+        yield Goal(row.case, "fits, and is right", "yes" if row.time else row.note, row.time is not None)
 
 
 def _error(record: Record) -> Iterator[Goal]:

@@ -10,11 +10,11 @@ import torch
 
 from ...functional import attention
 from ...geometry.patterns import Dense, Dilated, Pattern
+from ..records import Row, Spread
 from .check import Errors, Result, check
-from .clock import Spread, Turn, once, release, timed
+from .clock import Turn, once, release, timed
 from .contest import Stage
 from .given import Given, Shape, given
-from .record import Row
 from .work import flops
 
 PASSES = {"forward": ("forward",), "both": ("forward", "backward")}
@@ -31,7 +31,7 @@ def run(stage: Stage) -> Iterator[Row]:
 
 class Played(NamedTuple):
     phase: str
-    ms: Spread
+    time: Spread
     errors: Errors
     peak: str  # in words
 
@@ -43,14 +43,16 @@ def _guarded(stage: Stage, case: str, pattern: Pattern, shape: Shape, play: Play
     """What does not fit is a failure of its own, and the next is tried."""
     release(stage.device)
     try:
-        phase, ms, errors, peak = play(stage, shape, pattern)
+        phase, time, errors, peak = play(stage, shape, pattern)
     except Exception as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         stage.failures.append(f"{case}: {why}")
         yield Row(case, "both", "longring", note=f"failed: {why}")
         return
     work = sum(flops(shape, pattern, one) for one in PASSES[phase])
-    yield Row(case, phase, "longring", "ours", ms, work / ms.median / 1e9, errors=errors, note=peak)
+    yield Row(
+        case, phase, "longring", "ours", time, work / time.median / 1e12, errors=errors, note=peak, tokens=shape.n
+    )
 
 
 def _forward(stage: Stage, shape: Shape, pattern: Pattern) -> Played:
@@ -79,16 +81,16 @@ def _repeated(stage: Stage, phase: str, call: Callable[[], Any], x: Given, patte
         found = Result(*call())
     errors = check(x, pattern, found)
     del found
-    ms = timed({phase: Turn(call)}, stage.device, repeats=stage.sizes.repeats, is_warm=True)[phase]
-    return Played(phase, ms, errors, *peak)
+    time = timed({phase: Turn(call)}, stage.device, repeats=stage.sizes.repeats, is_warm=True)[phase]
+    return Played(phase, time, errors, *peak)
 
 
 def _forward_once(stage: Stage, shape: Shape, pattern: Pattern) -> Played:
     """Checked on the very result that was timed, since it takes long."""
     x = given(shape, stage.place, backward=False)
     with torch.no_grad(), _peak(stage) as peak:
-        found, ms = once(lambda: attention(x.q, x.k, x.v, pattern=pattern, return_lse=True), stage.device)
-    return Played("forward", ms, check(x, pattern, Result(*found)), *peak)
+        found, time = once(lambda: attention(x.q, x.k, x.v, pattern=pattern, return_lse=True), stage.device)
+    return Played("forward", time, check(x, pattern, Result(*found)), *peak)
 
 
 @contextmanager

@@ -12,10 +12,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...geometry.patterns import Dense
 from ...schedules.buffers import release_buffers
+from ..records import Row
 from .contest import Differentiated, Entry, Stage, compare, contest
 from .direct import direct_kernels
 from .given import Given, Shape, given
-from .record import Row
 from .recreated import RingFlashAttention, TransformerEngine, Ulysses, Yunchang
 from .ring import one_call
 from .virtual_ring import VirtualRing

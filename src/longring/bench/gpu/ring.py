@@ -10,9 +10,9 @@ from ...functional import attention
 from ...geometry.patterns import Dense
 from ...schedules.buffers import release_buffers
 from ...simulation import simulate
+from ..records import Row
 from .contest import Differentiated, Stage, compare, contest
 from .given import Given, Shape, given
-from .record import Row
 from .virtual_ring import VirtualRing
 
 CAUSAL = Dense(causal=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..records import EXTREMES, QUARTILES, Record, Row
 from .goals import goals
-from .record import REAL, SIMULATED, Record, Row
 
 TITLES = {
     "dense": "One call beside the kernels called directly",
@@ -17,7 +17,12 @@ TITLES = {
     "error": "Errors against float64",
     "peers": "Peers in the same process",
 }
-HEADS = ("case", "pass", "who", "ms (min to max)", "TFLOP/s", "compared", "extra memory", "worst error", "note")
+SPREADS = {QUARTILES: "ms (quartiles)", EXTREMES: "ms (min to max)"}
+
+
+def heads(spread: str = QUARTILES) -> tuple[str, ...]:
+    return "case", "pass", "who", SPREADS[spread], "TFLOP/s", "compared", "extra memory", "worst error", "note"
+
 
 Cells = list[tuple[str, ...]]
 
@@ -40,20 +45,20 @@ def cells(rows: Sequence[Row]) -> Cells:
 
 
 def _time(row: Row) -> str:
-    if row.ms is None:
+    if row.time is None:
         return ""
-    median, low, high, repeats = row.ms
-    return f"{median:.4g}" if repeats == 1 else f"{median:.4g} ({low:.4g} to {high:.4g})"
+    median, low, high = (1e3 * seconds for seconds in row.time[:3])
+    return f"{median:.4g}" if row.time.runs == 1 else f"{median:.4g} ({low:.4g} to {high:.4g})"
 
 
 def plain(rows: Sequence[Row]) -> str:
     """Columns that are empty throughout are left out."""
-    return _aligned(_without_empty([HEADS, *cells(rows)]))
+    return _aligned(_without_empty([heads(), *cells(rows)]))
 
 
 def markdown(record: Record, scenario: str) -> str:
     rows = record.scenarios.get(scenario)
-    return _marked(_without_empty([HEADS, *cells(rows)])) if rows else "Not in this record.\n"
+    return _marked(_without_empty([heads(record.spread), *cells(rows)])) if rows else "Not in this record.\n"
 
 
 def goal_table(record: Record) -> str:
@@ -63,9 +68,14 @@ def goal_table(record: Record) -> str:
 
 
 def machine_table(record: Record) -> str:
-    told = {**record.machine, **record.versions, "commit": record.commit, "command": f"`{record.command}`"}
+    told = {**record.machine, **record.versions, "commit": record.commit, "command": f"`{record.line}`"}
     lines = _marked([("", ""), *((name, str(value)) for name, value in told.items())])
-    notes = [f"Real: {REAL}", f"Simulated: {SIMULATED}", *record.missing, *(f"FAILED: {x}" for x in record.failures)]
+    notes = [
+        f"Real: {record.real}",
+        f"Simulated: {record.simulated}",
+        *record.missing,
+        *(f"FAILED: {x}" for x in record.failures),
+    ]
     return lines + "".join(f"\n{note}\n" for note in notes)
 
 
