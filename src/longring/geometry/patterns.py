@@ -231,9 +231,7 @@ class Dilated:
         """For every phase in the branch of this number, the kv heads that have it."""
         return phases(kv_heads, self.dilation_rates[number], self.phase)
 
-    def _segments(
-        self, problem: Problem, near: Shard, far: Shard | None, w: int
-    ) -> Iterator[tuple[range, range, int]]:
+    def _segments(self, problem: Problem, near: Shard, far: Shard | None, w: int) -> Iterator[tuple[range, range, int]]:
         """(batch rows, segment, where its keys end). Without documents a query may stand behind the last key."""
         if self.documents is None:
             spans = _spans_near(near, w)
