@@ -174,7 +174,7 @@ def test_tiles_cut_by_batch_row_repeat_and_head_leave_nothing_out(kernel, tiles,
     """What large tensors make a kernel do, on small ones: two of three heads at a time, then the third."""
     torch.manual_seed(0)
     monkeypatch.setattr("longring.kernels.reference.SCORES_AT_ONCE", 30 * 30 * 2 * 2)
-    monkeypatch.setattr("longring.kernels.fused.SMALLEST_PORTION", 2 * 30 * 2 * 4 * 2)
+    monkeypatch.setattr("longring.geometry.portions.SMALLEST_PORTION", 2 * 30 * 2 * 4 * 2)
     n = 30 * sum(tile.repeat.count for tile in tiles)
     q, dout = (torch.randn(2, n, 6, 4, dtype=torch.float64) for _ in range(2))
     k, v = (torch.randn(2, n, 3, 4, dtype=torch.float64) for _ in range(2))

@@ -111,7 +111,7 @@ def test_the_same_bits_where_they_are_asked_for(pattern):
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_slabs_and_lazy_parts(kv_heads, ranks, monkeypatch):
     """What long sequences make the kernel do, on short ones: rows done slab by slab, and totals merged early."""
-    monkeypatch.setattr("longring.kernels.fused.SMALLEST_SLAB", 1)
+    monkeypatch.setattr("longring.geometry.portions.SMALLEST_SLAB", 1)
     monkeypatch.setattr("longring.kernels.totals.ALWAYS_HELD", 1)
     pattern = lr.Dilated([16, 32, 64], [1, 2, 4])
     q, k, v, dout, dlse = tensors(torch.bfloat16, n=512, d=64, kv_heads=kv_heads)

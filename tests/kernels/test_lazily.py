@@ -10,6 +10,7 @@ import torch
 import longring as lr
 from attending import tensors
 from longring.errors import RowsLeftOut
+from longring.geometry import portions
 from longring.kernels import fused, totals
 from longring.schedules.select import SCHEDULES
 from longring.testing import Result, judge
@@ -36,7 +37,7 @@ def lazy(monkeypatch):
     """Parts wait, and a slab may be as short as a tile."""
     for module in (totals, fused):
         monkeypatch.setattr(module, "is_lazy", lambda _: True)
-    monkeypatch.setattr(fused, "SMALLEST_SLAB", 1)
+    monkeypatch.setattr(portions, "SMALLEST_SLAB", 1)
 
 
 @pytest.fixture
@@ -165,13 +166,13 @@ def test_what_cannot_be_cut_is_one_pass(passes):
 
 
 def test_more_slabs_than_are_worth_it_are_not_made(passes, monkeypatch):
-    monkeypatch.setattr(fused, "MOST_SLABS", 2)
+    monkeypatch.setattr(portions, "MOST_SLABS", 2)
     check(lr.Dense(documents=[*range(0, N, 3), N]))
     assert [window for _, window in passes["merge_parts"]] == [range(12), range(12, N)]
 
 
 def test_large_slabs_only(passes, monkeypatch):
-    monkeypatch.setattr(fused, "SMALLEST_SLAB", 2 * 12 * 4 * 8)  # batch rows, rows, heads and d
+    monkeypatch.setattr(portions, "SMALLEST_SLAB", 2 * 12 * 4 * 8)  # batch rows, rows, heads and d
     check(lr.Dense(documents=[*range(0, N, 3), N]))
     assert [window for _, window in passes["merge_parts"]] == [range(12), range(12, N)]
 

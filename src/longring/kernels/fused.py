@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from ..geometry.portions import portions, stretches
 from ..geometry.ranges import moved
-from ..geometry.slabs import Slab, slabs
-from ..geometry.tiles import Repeat, Tile, without_bands
+from ..geometry.stacks import Place, Stack
+from ..geometry.tiles import Repeat, Tile
 from .contract import Upstream
 from .operations.contract import Operation, Rows, with_columns_for_dlse
-from .places import Place, Stack, stacks
 from .rates import Pass, Size, by_speed, generation
 from .reference import ReferenceKernel
 from .totals import Seen, Sums, is_lazy
-
-SMALLEST_PORTION = 1 << 18  # elements: below 1 MiB a stack is not cut to save memory
-SMALLEST_SLAB = 1 << 27  # elements: 256 MiB of 16 bits keep a large GPU busy for milliseconds
-MOST_SLABS = 8
-MOST_AT_ONCE = 1 << 15  # repeats and batch rows: some operations put them on an axis that ends at 65,535
 
 
 class FusedKernel:
@@ -50,9 +45,9 @@ class FusedKernel:
         q, k, v = _aligned(q), _aligned(k), _aligned(v)
         sign, scale = _positive(scale)
         signed = q if sign == 1 else sign * q
-        parts = _slabs(tiles, q, k, can_be_done=total.can_be_done)
+        parts = stretches(tiles, q, k, can_be_done=total.can_be_done)
         for slab in parts:
-            for stack in _stacks(slab, q, k, is_first=total.is_empty):
+            for stack in portions(slab, q, k, is_first=total.is_empty, is_lazy=is_lazy(q.device)):
                 operation = self._fastest("forward", stack, q)
                 if operation is None:
                     ReferenceKernel().forward(q, k, v, _as_tiles(stack), scale=sign * scale, total=total)
@@ -78,9 +73,10 @@ class FusedKernel:
         q, k, v = _aligned(q), _aligned(k), _aligned(v)
         sign, scale = _positive(scale)
         signed = q if sign == 1 else sign * q
-        parts = _slabs(tiles, q, k, can_be_done=all(one.can_be_done for one in total))
+        parts = stretches(tiles, q, k, can_be_done=all(one.can_be_done for one in total))
         for slab in parts:
-            for stack in _stacks(slab, q, k, is_first=all(one.is_empty for one in total)):
+            is_first = all(one.is_empty for one in total)
+            for stack in portions(slab, q, k, is_first=is_first, is_lazy=is_lazy(q.device)):
                 operation = self._fastest("backward", stack, q, with_dlse=upstream.dlse is not None)
                 if operation is None:
                     ReferenceKernel().backward(upstream, q, k, v, _as_tiles(stack), scale=sign * scale, total=total)
@@ -202,39 +198,6 @@ def _aligned(x: Tensor) -> Tensor:
     if is_dense and ((is_spread and x.data_ptr() % 16 == 0) or x.shape[-1] % step):
         return x
     return x.contiguous() if not x.is_contiguous() else x.clone()
-
-
-# ------------------------------------------------------------------------------------------- how much at once
-
-
-def _slabs(tiles: Sequence[Tile], q: Tensor, k: Tensor, *, can_be_done: bool) -> Sequence[Slab]:
-    """Stretches after which rows are done, where that can be used; else everything at once."""
-    if not can_be_done or q.shape[1] != k.shape[1]:
-        return [Slab(range(q.shape[1]), tuple(tiles))]
-    row = q.numel() // q.shape[1]
-    least = max(q.shape[1] // MOST_SLABS, SMALLEST_SLAB // row)
-    return slabs(tuple(tiles), q.shape[1], least)
-
-
-@lru_cache(maxsize=256)
-def _all_stacks(tiles: tuple[Tile, ...], share: int) -> tuple[Stack, ...]:
-    return tuple(stacks([piece for tile in tiles for piece in without_bands(tile)], share))
-
-
-def _stacks(slab: Slab, q: Tensor, k: Tensor, *, is_first: bool) -> Iterator[Stack]:
-    """Cut, where every part is merged at once, until a part is a fraction of the whole."""
-    found = _all_stacks(slab.tiles, q.shape[2] // k.shape[2])
-    is_everything = is_first and len(found) == 1 and found[0].queries.covers(q) and found[0].keys.covers(k)
-    if is_lazy(q.device):
-        for stack in found:
-            yield from stack.in_batches(MOST_AT_ONCE)
-        return
-    if is_everything:
-        yield from found
-        return
-    limit = max(SMALLEST_PORTION, q.numel() // 4) // q.shape[3]
-    for stack in found:
-        yield from stack.split(limit)
 
 
 def _as_tiles(stack: Stack) -> list[Tile]:

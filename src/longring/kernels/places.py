@@ -1,65 +1,14 @@
-"""Where the rows of one fused operation lie: tiles gathered into as few strided stacks as memory allows.
-
-A stack is what one call of an operation computes: [many, heads, rows, d], each axis at equal spacing. Its heads may
-be *skewed*: in LongNet every head starts a row later than the one before, so that all heads of a branch, though no
-two keep the same rows, are still one strided view.
-"""
+"""Where the rows of one fused operation lie, and what was computed for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from ..geometry.ranges import look, moved
-from ..geometry.tiles import Tile
+from ..geometry.stacks import Place, Stack, stacks
 
-
-class Place(NamedTuple):
-    """Rows of a tensor [batch, n, kv_heads * share, d]: those of a kv head, further heads, repeats or batch rows."""
-
-    batch: range
-    repeats: int  # 1 where batch is longer than that
-    spacing: int  # rows from one repeat to the next
-    kv_heads: range
-    skew: int  # rows by which each further kv head starts later; 0 where a kv head has several query heads
-    rows: range  # of the first kv head and repeat
-    share: int  # heads to a kv head
-
-    @property
-    def many(self) -> int:
-        return len(self.batch) * self.repeats
-
-    @property
-    def heads(self) -> int:
-        return len(self.kv_heads) * self.share
-
-    @property
-    def extent(self) -> range:
-        """From the first row to the last."""
-        last = self.rows[-1] + self.spacing * (self.repeats - 1) + self.skew * (len(self.kv_heads) - 1)
-        return range(self.rows[0], last + 1)
-
-    def covers(self, x: Tensor) -> bool:
-        """Whether every row of x [batch, n, heads, d] is here, in order."""
-        batch, n, heads, _ = x.shape
-        return (self.batch, self.kv_heads, self.rows) == (range(batch), range(heads // self.share), range(n))
-
-    def view(self, x: Tensor) -> Tensor:
-        """[many, heads, rows, d] of x [batch, n, heads, d]."""
-        b, n, h, d = x.stride()
-        between = h * (self.kv_heads.step if self.share == 1 else 1) + n * self.skew
-        far = n * self.spacing if self.repeats > 1 else b * self.batch.step
-        start = b * self.batch.start + n * self.rows.start + h * self.share * self.kv_heads.start
-        size = (self.many, self.heads, len(self.rows), x.shape[3])
-        return torch.as_strided(x, size, (far, between, n * self.rows.step, d), x.storage_offset() + start)
-
-    def row_view(self, x: Tensor) -> Tensor:
-        """[many, heads, rows] of x [batch, heads, n], such as an lse."""
-        return self.view(x.transpose(1, 2).unsqueeze(-1)).squeeze(-1)
+__all__ = ["Part", "Place", "Stack", "stacks"]
 
 
 class Part(NamedTuple):
@@ -68,87 +17,3 @@ class Part(NamedTuple):
     place: Place
     out: Tensor  # [many, heads, rows, d]
     lse: Tensor | None  # [many, heads, rows]; none where parts are plainly added
-
-
-class Stack(NamedTuple):
-    """Equal pieces of the score matrix, computed by one call."""
-
-    queries: Place
-    keys: Place
-    shape: str  # "full", "causal" or "flipped"
-
-    def in_batches(self, most: int) -> Iterator[Stack]:
-        """The same work in stacks of at most so many repeats or batch rows."""
-        return self._cut(len(self.queries.kv_heads), most)
-
-    def split(self, most: int) -> Iterator[Stack]:
-        """The same work in stacks of at most so many numbers of [many, heads, rows], as far as whole heads go."""
-        each = max(len(self.queries.rows) * self.queries.share, len(self.keys.rows))
-        at_once = max(1, most // each)
-        heads = min(at_once, len(self.queries.kv_heads))
-        return self._cut(heads, max(1, at_once // heads))
-
-    def _cut(self, heads: int, many: int) -> Iterator[Stack]:
-        for first in range(0, len(self.queries.kv_heads), heads):
-            for start in range(0, self.queries.many, many):
-                queries, keys = (_part(place, first, heads, start, many) for place in (self.queries, self.keys))
-                yield Stack(queries, keys, self.shape)
-
-
-def _part(place: Place, first: int, heads: int, start: int, many: int) -> Place:
-    down = place.skew * first + (place.spacing * start if place.repeats > 1 else 0)
-    is_repeated = place.repeats > 1
-    return place._replace(
-        batch=place.batch if is_repeated else place.batch[start : start + many],
-        repeats=min(many, place.repeats - start) if is_repeated else 1,
-        kv_heads=place.kv_heads[first : first + heads],
-        rows=moved(place.rows, down),
-    )
-
-
-def stacks(tiles: Sequence[Tile], share: int) -> list[Stack]:
-    """Full, causal and flipped tiles as stacks; `share` query heads have a kv head in common."""
-    found: list[Stack] = []
-    groups: dict[tuple[object, ...], list[Tile]] = {}
-    for tile in tiles:
-        for part in _evenly_spaced(tile, share):
-            alike = (part.shape, part.batch, part.repeat, *map(look, (part.kv_heads, part.rows, part.cols)))
-            groups.setdefault(alike, []).append(part)
-    for group in groups.values():
-        together = _skewed(group) if share == 1 and len(group) > len(group[0].kv_heads) else None
-        found += together or [_stack(tile, share, tile.kv_heads) for tile in group]
-    return found
-
-
-def _evenly_spaced(tile: Tile, share: int) -> Iterator[Tile]:
-    """The tile in parts whose batch rows and repeats, and whose heads, are each at equal spacing in memory."""
-    apart = tile.repeat.count > 1 and len(tile.batch) > 1
-    batches = [range(b, b + 1) for b in tile.batch] if apart else [tile.batch]
-    gaps = share > 1 and tile.kv_heads.step > 1
-    heads = [range(h, h + 1) for h in tile.kv_heads] if gaps else [tile.kv_heads]
-    if len(batches) == len(heads) == 1:
-        yield tile
-        return
-    for batch in batches:
-        for some in heads:
-            yield tile.part(batch, some)
-
-
-def _stack(tile: Tile, share: int, kv_heads: range, down: int = 0, right: int = 0) -> Stack:
-    count, rows, cols = tile.repeat
-    queries = Place(tile.batch, count, rows, kv_heads, down, tile.rows, share)
-    return Stack(queries, Place(tile.batch, count, cols, kv_heads, right, tile.cols, 1), tile.shape)
-
-
-def _skewed(group: Sequence[Tile]) -> list[Stack] | None:
-    """Tiles that differ by their heads and their first row alone, taken a head of each at a time."""
-    group = sorted(group, key=lambda tile: tile.kv_heads.start)
-    starts = [(tile.kv_heads.start, tile.rows.start, tile.cols.start) for tile in group]
-    steps = {tuple(b - a for a, b in zip(one, two, strict=True)) for one, two in pairwise(starts)}
-    if len(steps) != 1:
-        return None
-    apart, down, right = steps.pop()
-    if apart < 1 or down < 0 or right < 0:
-        return None
-    heads = (range(h, h + apart * (len(group) - 1) + 1, apart) for h in group[0].kv_heads)
-    return [_stack(group[0], 1, some, down, right) for some in heads]

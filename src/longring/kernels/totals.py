@@ -14,13 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..geometry.portions import ALWAYS_HELD, HELD, HELD_OF_SUMS, are_too_many
 from ..numerics.online_softmax import Partial, accumulator_dtype, log_dtype, merge_, nothing_seen
 from .places import Part, Place
 from .triton import is_available
-
-HELD = 4  # parts of the total's size that may wait
-HELD_OF_SUMS = 1  # and in the backward, where memory is short
-ALWAYS_HELD = 1 << 26  # bytes that may wait in any case
 
 
 @cache
@@ -228,8 +225,8 @@ def _as_partial(part: Part) -> Partial:
 
 
 def _are_too_many(parts: Sequence[Part], x: Tensor, most: int) -> bool:
-    held = sum(part.out.nbytes for part in parts)
-    return held > max(most * x.numel() * x.element_size(), ALWAYS_HELD) and len(parts) > 1
+    sizes = [part.out.nbytes for part in parts]
+    return are_too_many(sizes, x.numel() * x.element_size(), most=most, always=ALWAYS_HELD)
 
 
 def _room(q: Tensor, dtype: torch.dtype, lse_dtype: torch.dtype) -> Partial:
