@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..errors import ArgumentError, LongringError
+from .conform import conform
 from .demo import demo
 
 ORDER = ("doctor", "plan", "bench", "profile", "replay", "conform", "demo")
@@ -27,6 +28,7 @@ class _InOrder(TyperGroup):
 
 # Plain help: what it would take to colour it is twice the time of showing it.
 app = typer.Typer(cls=_InOrder, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app.command()(conform)
 app.command()(demo)
 
 
