@@ -18,9 +18,10 @@ from ..geometry.parcels import Delivery, Piece
 from ..kernels.contract import Gradients, Upstream
 from ..kernels.totals import Sum, Sums
 from ..numerics.online_softmax import Partial, accumulator_dtype, merge_, nothing_seen
-from ..transport.contract import Conversation, Pending
+from ..transport.contract import Conversation
 from .contract import Journey, Schedule
 from .desk import BackwardDesk, Desk
+from .labels import Doing, during, posted
 from .relay import Trip, go_backward, go_forward
 
 
@@ -29,8 +30,8 @@ def forward(journey: Journey, q: Tensor, k: Tensor, v: Tensor) -> Partial:
     near = Desk(journey.kernel, journey.scale, q)
     with journey.converse("forward", q) as talk:
         columns = [_of_queries(plan, q), _of_keys(plan, k), _of_keys(plan, v)] if plan.far else []
-        leaving = Leaving(plan, talk, "forward", columns)
-        near.look(plan.near, k, v, f"{journey.name}, forward, own branches")
+        leaving = Leaving(plan, talk, Doing(journey, "forward", "rows by heads"), columns)
+        near.look(plan.near, k, v, Doing(journey, "forward", "own branches"))
         if not columns:
             return near.seen
         leaving.take_seats()
@@ -43,12 +44,13 @@ def forward(journey: Journey, q: Tensor, k: Tensor, v: Tensor) -> Partial:
         out, lse = _nothing_answered(plan, q)
         seen = [_like(desk.seen, out, lse) for desk in desks]
         answers = [_of_queries(plan, x, [one[i] for one in seen]) for i, x in enumerate((out, lse))]
-        come_back(plan, talk, "forward", answers)
+        come_back(plan, talk, Doing(journey, "forward", "answers by rows"), answers)
     far = Partial(out, lse.squeeze(-1).mT)
     if near.total.is_empty:
         return far
-    total = near.total.in_place()
-    merge_(total.out, total.lse.mT, far.out, far.lse.mT)
+    with during("merge", Doing(journey, "forward", "own branches and answers")):
+        total = near.total.in_place()
+        merge_(total.out, total.lse.mT, far.out, far.lse.mT)
     return total
 
 
@@ -59,8 +61,8 @@ def backward(journey: Journey, upstream: Upstream, q: Tensor, k: Tensor, v: Tens
     with journey.converse("backward", q) as talk:
         rows = [_of_queries(plan, x) for x in (q, *_as_columns(upstream))] if plan.far else []
         keys = [_of_keys(plan, x) for x in (k, v)] if plan.far else []
-        leaving = Leaving(plan, talk, "backward", [*rows, *keys])
-        near.look(plan.near, k, v, sums.dk, sums.dv, f"{journey.name}, backward, own branches")
+        leaving = Leaving(plan, talk, Doing(journey, "backward", "rows by heads"), [*rows, *keys])
+        near.look(plan.near, k, v, sums.dk, sums.dv, Doing(journey, "backward", "own branches"))
         if not rows:
             return Gradients(*(one.result() for one in sums))
         leaving.take_seats()
@@ -73,7 +75,7 @@ def backward(journey: Journey, upstream: Upstream, q: Tensor, k: Tensor, v: Tens
         dq = torch.zeros(q.shape, dtype=q.dtype if plan.is_final else own.dq.dtype, device=q.device)
         columns = [_of_queries(plan, dq, [desk.dq.result().to(dq.dtype) for desk in desks])]
         columns += [_of_keys(plan, mine, [theirs]) for mine, theirs in zip((own.dk, own.dv), found, strict=True)]
-        come_back(plan, talk, "backward", columns)
+        come_back(plan, talk, Doing(journey, "backward", "gradients by rows"), columns)
     return Gradients(own.dq.add_(dq) if plan.near else dq, own.dk, own.dv)
 
 
@@ -161,8 +163,8 @@ def _zeros(x: Tensor, rows: int, heads: range) -> Tensor:
 class Leaving:
     """Rows on their way to the desks that ask for them."""
 
-    def __init__(self, plan: ByHeads, talk: Conversation, phase: str, columns: Sequence[Column]) -> None:
-        self._rank, self._columns = plan.rank, columns
+    def __init__(self, plan: ByHeads, talk: Conversation, doing: Doing, columns: Sequence[Column]) -> None:
+        self._rank, self._columns, self._doing = plan.rank, columns, doing
         sends = [
             (other, c.leaving_home(given)) for other in plan.others for c, given in _some(columns, plan.rank, other)
         ]
@@ -170,41 +172,41 @@ class Leaving:
             (c, given, c.room(given)) for other in plan.others for c, given in _some(columns, other, plan.rank)
         ]
         receives = [(given.sender, flat) for _, given, flat in self._expected]
-        self._pending = _post(talk, sends, receives, f"{phase}, rows to the ranks that compute their heads")
+        what = f"{doing.phase}, rows to the ranks that compute their heads"
+        self._pending = posted(talk, sends, receives, what=what, doing=doing) if sends or receives else None
 
     def take_seats(self) -> None:
-        for column, own in _some(self._columns, self._rank, self._rank):
-            column.seat(own, column.leaving_home(own))
+        with during("merge", self._doing):
+            for column, own in _some(self._columns, self._rank, self._rank):
+                column.seat(own, column.leaving_home(own))
         if self._pending is not None:
             self._pending.wait()
-        for column, given, flat in self._expected:
-            column.seat(given, flat)
+        with during("merge", self._doing):
+            for column, given, flat in self._expected:
+                column.seat(given, flat)
 
 
-def come_back(plan: ByHeads, talk: Conversation, phase: str, columns: Sequence[Column]) -> None:
+def come_back(plan: ByHeads, talk: Conversation, doing: Doing, columns: Sequence[Column]) -> None:
     """What desks found goes to where the rows came from."""
     sends = [(other, c.leaving_desks(lent)) for other in plan.others for c, lent in _some(columns, other, plan.rank)]
     expected = [(c, lent, c.room(lent)) for other in plan.others for c, lent in _some(columns, plan.rank, other)]
     receives = [(lent.receiver, flat) for _, lent, flat in expected]
-    pending = _post(talk, sends, receives, f"{phase}, what was found for the rows of each rank")
-    for column, own in _some(columns, plan.rank, plan.rank):
-        column.accept(own, column.leaving_desks(own))
+    what = f"{doing.phase}, what was found for the rows of each rank"
+    pending = posted(talk, sends, receives, what=what, doing=doing) if sends or receives else None
+    with during("merge", doing):
+        for column, own in _some(columns, plan.rank, plan.rank):
+            column.accept(own, column.leaving_desks(own))
     if pending is not None:
         pending.wait()
-    for column, lent, flat in expected:
-        column.accept(lent, flat)
+    with during("merge", doing):
+        for column, lent, flat in expected:
+            column.accept(lent, flat)
 
 
 def _some(columns: Sequence[Column], owner: int, desk: int) -> list[tuple[Column, Delivery]]:
     """What of each column an owner gives to a rank's desks, where it gives anything."""
     found = ((column, column.deliveries(owner, desk)) for column in columns)
     return [(column, delivery) for column, delivery in found if delivery.pieces]
-
-
-def _post(
-    talk: Conversation, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], what: str
-) -> Pending | None:
-    return talk.post(sends, receives, what=what) if sends or receives else None
 
 
 def _parts(flat: Tensor, pieces: tuple[Piece, ...]) -> list[tuple[Piece, Tensor]]:

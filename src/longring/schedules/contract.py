@@ -12,6 +12,7 @@ from ..geometry.task import Task
 from ..kernels.contract import Gradients, Kernel, Upstream
 from ..numerics.online_softmax import Partial
 from ..transport.contract import Conversation, Transport
+from .labels import Doing, heard
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Journey:
         return f"rank {self.transport.rank} of {self.transport.size}, {self.schedule}"
 
     def converse(self, phase: str, q: Tensor) -> Conversation:
-        return self.transport.converse(self.terms(phase, q), timeout=self.timeout)
+        talk = self.transport.converse(self.terms(phase, q), timeout=self.timeout)
+        return heard(talk, Doing(self, phase, "the end of the call"))
 
     def terms(self, phase: str, q: Tensor) -> dict[str, object]:
         """What all ranks must have asked for alike: global facts only, never a rank's own sizes."""

@@ -11,6 +11,7 @@ from ..errors import NotFinite
 from ..geometry.tiles import Tile
 from ..kernels.contract import Upstream
 from ..numerics.online_softmax import Partial
+from .labels import Doing
 
 VARIABLE = "LONGRING_DEBUG"
 
@@ -19,7 +20,7 @@ def is_debugging() -> bool:
     return os.environ.get(VARIABLE, "") not in ("", "0")
 
 
-def check_found(found: Partial, tile: Tile, q: Tensor, k: Tensor, v: Tensor, what: str) -> None:
+def check_found(found: Partial, tile: Tile, q: Tensor, k: Tensor, v: Tensor, what: Doing) -> None:
     """Refuse to go on once out or lse has nan or inf; an lse of -inf is a row that saw nothing."""
     lse = found.lse
     if found.out.isfinite().all() and not (lse.isnan() | lse.isposinf()).any():
@@ -28,7 +29,7 @@ def check_found(found: Partial, tile: Tile, q: Tensor, k: Tensor, v: Tensor, wha
 
 
 def check_gradients(
-    found: Sequence[Tensor], tile: Tile, upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, what: str
+    found: Sequence[Tensor], tile: Tile, upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, what: Doing
 ) -> None:
     if all(x.isfinite().all() for x in found):
         return
@@ -42,7 +43,7 @@ def check_gradients(
     _raise(tile, sources, "dq, dk or dv", what)
 
 
-def _raise(tile: Tile, sources: dict[str, tuple[Tensor, range]], result: str, what: str) -> None:
+def _raise(tile: Tile, sources: dict[str, tuple[Tensor, range]], result: str, what: Doing) -> None:
     already = [
         f"{name} (row {row} here)" for name, (x, rows) in sources.items() if (row := _first(x, rows)) is not None
     ]

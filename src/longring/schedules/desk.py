@@ -13,6 +13,7 @@ from ..kernels.contract import Kernel, Upstream
 from ..kernels.totals import Seen, Sum, Sums
 from ..numerics.online_softmax import Partial
 from .debug import check_found, check_gradients, is_debugging
+from .labels import Doing, during
 
 Tiles = tuple[Tile, ...]
 
@@ -34,11 +35,12 @@ class Desk:
     def total(self) -> Seen:
         return Seen(self.q, is_one_look=self.is_one_look and not is_debugging())
 
-    def look(self, tiles: Tiles, k: Tensor, v: Tensor, what: str) -> None:
-        """Compute the tiles, and merge what they see. `what` says which step this is, should something be wrong."""
+    def look(self, tiles: Tiles, k: Tensor, v: Tensor, what: Doing) -> None:
+        """Compute the tiles, and merge what they see. `what` says which step this is, to whoever wants to know."""
         k, v = k[:, :, self.kv_heads], v[:, :, self.kv_heads]
         for some in _at_once(tiles):
-            self.kernel.forward(self.q, k, v, some, scale=self.scale, total=self.total)
+            with during("compute", what, self.q, k, v):
+                self.kernel.forward(self.q, k, v, some, scale=self.scale, total=self.total)
             if is_debugging():
                 check_found(self.total.in_place(), some[0], self.q, k, v, what)
 
@@ -58,14 +60,16 @@ class BackwardDesk:
     dq: Sum
     kv_heads: slice = field(default_factory=lambda: slice(None))
 
-    def look(self, tiles: Tiles, k: Tensor, v: Tensor, dk: Sum, dv: Sum, what: str) -> None:
+    def look(self, tiles: Tiles, k: Tensor, v: Tensor, dk: Sum, dv: Sum, what: Doing) -> None:
         """Add the tiles' gradients to dq, dk and dv."""
         if not tiles:
             return
         k, v = k[:, :, self.kv_heads], v[:, :, self.kv_heads]
+        rows = self.upstream.dout, self.upstream.out, self.upstream.lse
         total = Sums(self.dq, dk.of_heads(self.kv_heads), dv.of_heads(self.kv_heads))
         for some in _at_once(tiles):
-            self.kernel.backward(self.upstream, self.q, k, v, some, scale=self.scale, total=total)
+            with during("compute", what, self.q, k, v, *rows):
+                self.kernel.backward(self.upstream, self.q, k, v, some, scale=self.scale, total=total)
             if is_debugging():
                 check_gradients([one.in_place() for one in total], some[0], self.upstream, self.q, k, v, what)
         total.dk.handed_back()

@@ -16,27 +16,40 @@ from ..numerics.online_softmax import Partial, accumulator_dtype
 from ..transport.contract import Conversation, Pending, Transport
 from .contract import Journey, Schedule
 from .desk import BackwardDesk, Desk
+from .labels import Doing, during, posted
 
 
 def forward(journey: Journey, q: Tensor, k: Tensor, v: Tensor) -> Partial:
     with journey.converse("forward", q) as talk:
-        all_k, all_v = collect(journey.transport, talk, [k, v], journey.task.keys.shards, what="forward")
+        all_k, all_v = _all_keys(journey, talk, "forward", k, v)
     desk = Desk(journey.kernel, journey.scale, q, is_one_look=True)
-    desk.look(journey.plan.tiles, all_k, all_v, f"{journey.name}, forward")
-    return desk.seen
+    desk.look(journey.plan.tiles, all_k, all_v, Doing(journey, "forward", "all keys"))
+    with during("merge", Doing(journey, "forward", "results")):
+        return desk.seen
 
 
 def backward(journey: Journey, upstream: Upstream, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
     with journey.converse("backward", q) as talk:
-        all_k, all_v = collect(journey.transport, talk, [k, v], journey.task.keys.shards, what="backward")
+        all_k, all_v = _all_keys(journey, talk, "backward", k, v)
         found = Sums.of(q, all_k)
         desk = BackwardDesk(journey.kernel, journey.scale, q, upstream, found.dq)
-        desk.look(journey.plan.tiles, all_k, all_v, found.dk, found.dv, f"{journey.name}, backward")
+        desk.look(journey.plan.tiles, all_k, all_v, found.dk, found.dv, Doing(journey, "backward", "all keys"))
         return _scattered(journey, talk, Gradients(found.dq.result(), found.dk.in_place(), found.dv.in_place()), k)
 
 
+def _all_keys(journey: Journey, talk: Conversation, phase: str, k: Tensor, v: Tensor) -> list[Tensor]:
+    doing = Doing(journey, phase, "keys and values")
+    return collect(journey.transport, talk, [k, v], journey.task.keys.shards, what=phase, doing=doing)
+
+
 def collect(
-    transport: Transport, talk: Conversation, local: list[Tensor], shards: tuple[Shard, ...], *, what: str
+    transport: Transport,
+    talk: Conversation,
+    local: list[Tensor],
+    shards: tuple[Shard, ...],
+    *,
+    what: str,
+    doing: Doing | None = None,
 ) -> list[Tensor]:
     """Whole tensors from every rank's rows of them, [batch, n, ...], in the order of their positions."""
     rank, size, batch = transport.rank, transport.size, local[0].shape[0]
@@ -51,7 +64,9 @@ def collect(
         blocks = [x.new_empty(batch, rows, *x.shape[2:]) for x in local]
         sends = [(target, x) for x in mine if x.numel()]
         receives = [(source, x) for x in blocks if x.numel()]
-        return talk.post(sends, receives, what=f"{what}, rows of rank {source}"), blocks, shards[source]
+        said = f"{what}, rows of rank {source}"
+        now = doing and doing._replace(step=step, owner=source)
+        return posted(talk, sends, receives, what=said, doing=now), blocks, shards[source]
 
     arriving = ask(1) if size > 1 else None
     for step in range(1, size):
@@ -59,7 +74,8 @@ def collect(
         pending, blocks, shard = arriving
         pending.wait()
         arriving = ask(step + 1) if step + 1 < size else None
-        place_rows(whole, blocks, shard)
+        with during("merge", doing and doing._replace(step=step)):
+            place_rows(whole, blocks, shard)
     return whole
 
 
@@ -68,13 +84,21 @@ def _scattered(journey: Journey, talk: Conversation, found: Gradients, k: Tensor
     shards = journey.task.keys.shards
     own = [take_rows(x, shards[journey.transport.rank]) for x in (found.dk, found.dv)]
     plan: Gathering = journey.plan
-    for post in plan.gradients():
-        for mine, theirs in zip(own, _swap(talk, post, found, shards, k), strict=False):
-            mine.add_(theirs)
+    for step, post in enumerate(plan.gradients(), 1):
+        doing = Doing(journey, "backward", "gradients", step)
+        _add(own, _swap(talk, post, found, shards, k, doing), doing)
     return Gradients(found.dq, *own)
 
 
-def _swap(talk: Conversation, post: Post, found: Gradients, shards: tuple[Shard, ...], k: Tensor) -> list[Tensor]:
+def _add(own: list[Tensor], brought: list[Tensor], doing: Doing) -> None:
+    with during("merge", doing):
+        for mine, theirs in zip(own, brought, strict=False):
+            mine.add_(theirs)
+
+
+def _swap(
+    talk: Conversation, post: Post, found: Gradients, shards: tuple[Shard, ...], k: Tensor, doing: Doing
+) -> list[Tensor]:
     """Another rank's sums for its own rows against this rank's sums for theirs."""
     sends = [
         (parcel.receiver, take_rows(x, shards[parcel.receiver]))
@@ -85,7 +109,8 @@ def _swap(talk: Conversation, post: Post, found: Gradients, shards: tuple[Shard,
     brought = [torch.empty(k.shape, dtype=accumulator_dtype(k.dtype), device=k.device) for _ in senders for _ in "kv"]
     receives = [(sender, x) for sender in senders for x in brought]
     peers = sorted({peer for peer, _ in (*sends, *receives)})
-    talk.post(sends, receives, what=f"backward, gradients between this rank and {peers}").wait()
+    what = f"backward, gradients between this rank and {peers}"
+    posted(talk, sends, receives, what=what, doing=doing).wait()
     return brought
 
 

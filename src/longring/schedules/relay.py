@@ -23,6 +23,7 @@ from .buffers import Loan, buffers_of
 from .contract import Journey, Schedule
 from .debug import is_debugging
 from .desk import BackwardDesk, Desk, Tiles
+from .labels import Doing, during, posted
 from .parcels import add_parcel, is_one_block, pack, unpack
 
 
@@ -30,7 +31,8 @@ def forward(journey: Journey, q: Tensor, k: Tensor, v: Tensor) -> Partial:
     desk = Desk(journey.kernel, journey.scale, q, is_one_look=len(journey.plan) == 1)
     with journey.converse("forward", q) as talk:
         go_forward(Trip(journey, journey.plan, talk), [desk], k, v)
-    return desk.seen
+    with during("merge", Doing(journey, "forward", "results")):
+        return desk.seen
 
 
 def backward(journey: Journey, upstream: Upstream, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
@@ -38,7 +40,8 @@ def backward(journey: Journey, upstream: Upstream, q: Tensor, k: Tensor, v: Tens
     desk = BackwardDesk(journey.kernel, journey.scale, q, upstream, dq)
     with journey.converse("backward", q) as talk:
         dk, dv = go_backward(Trip(journey, journey.plan, talk), [desk], k, v)
-    return Gradients(dq.result(), dk, dv)
+    with during("merge", Doing(journey, "backward", "gradients of queries")):
+        return Gradients(dq.result(), dk, dv)
 
 
 class Trip(NamedTuple):
@@ -47,10 +50,6 @@ class Trip(NamedTuple):
     journey: Journey
     itinerary: Itinerary
     talk: Conversation
-
-    @property
-    def name(self) -> str:
-        return self.journey.name
 
     def room(self, parcel: Parcel, dtype: torch.dtype, like: Tensor) -> tuple[Loan, Loan]:
         """To receive the parcel's two tensors in."""
@@ -63,15 +62,15 @@ class Trip(NamedTuple):
 
 def go_forward(trip: Trip, desks: Sequence[Desk], k: Tensor, v: Tensor) -> None:
     """Every desk meets its own keys, and those of every visitor."""
-    itinerary, name = trip.itinerary, trip.name
+    itinerary, journey = trip.itinerary, trip.journey
     travel = Travel(trip, k, v, "forward")
     for number, step in travel.steps():
         if number == 0:
             for desk, tiles in zip(desks, itinerary.home.tiles, strict=True):
-                desk.look(tiles, k, v, f"{name}, forward, own keys")
+                desk.look(tiles, k, v, Doing(journey, "forward", "own keys", 0))
         for visit in step.visits:
             block = travel.at_hand[visit.lane]
-            what = f"{name}, forward, step {number}, keys of {visit.owner}"
+            what = Doing(journey, "forward", "keys", number, visit.owner)
             for desk, tiles in zip(desks, visit.tiles, strict=True):
                 desk.look(tiles, block.k, block.v, what)
 
@@ -82,37 +81,39 @@ def go_backward(trip: Trip, desks: Sequence[BackwardDesk], k: Tensor, v: Tensor)
     Its own block is computed in two parts: one first, while the first visitors are on their way, and one last,
     while the last gradients come home.
     """
-    itinerary, name = trip.itinerary, trip.name
+    itinerary, journey = trip.itinerary, trip.journey
     if len(itinerary) == 1:
         return _stay_at_home(trip, desks, k, v)
     home, own = itinerary.home, Own(k, itinerary.home.split)
+    first, last = (Doing(journey, "backward", "own keys", number) for number in (0, len(itinerary)))
     travel = Travel(trip, k, v, "backward")
     following = Following(trip, own, k)
     for number, step in travel.steps():
         if number == 0:
-            _look_at_own(desks, home.late, k[:, own.split :], v[:, own.split :], *own.late, name)
+            _look_at_own(desks, home.late, k[:, own.split :], v[:, own.split :], *own.late, first)
             continue
         found: dict[int, Found] = {}
         for visit in step.visits:
             block = travel.at_hand[visit.lane]
             found[visit.lane] = Found(trip, block.k, visit.arrived)
-            what = f"{name}, backward, step {number}, keys of {visit.owner}"
+            what = Doing(journey, "backward", "keys", number, visit.owner)
             for desk, tiles in zip(desks, visit.tiles, strict=True):
                 desk.look(tiles, block.k, block.v, found[visit.lane].dk, found[visit.lane].dv, what)
-        following.arrive(found)
+        following.arrive(number, found)
         following.leave(number, step, found)
-    dk, dv = own.as_one()
+    with during("merge", Doing(journey, "backward", "own gradients", last.step)):
+        dk, dv = own.as_one()
     early_dk, early_dv = (Sum.on(x[:, : own.split]) for x in (dk, dv))
-    _look_at_own(desks, home.early, k[:, : own.split], v[:, : own.split], early_dk, early_dv, name)
-    following.arrive({})
+    _look_at_own(desks, home.early, k[:, : own.split], v[:, : own.split], early_dk, early_dv, last)
+    following.arrive(len(itinerary), {})
     return dk, dv
 
 
 def _look_at_own(
-    desks: Sequence[BackwardDesk], cut: Sequence[Tiles], k: Tensor, v: Tensor, dk: Sum, dv: Sum, name: str
+    desks: Sequence[BackwardDesk], cut: Sequence[Tiles], k: Tensor, v: Tensor, dk: Sum, dv: Sum, what: Doing
 ) -> None:
     for desk, tiles in zip(desks, cut, strict=True):
-        desk.look(tiles, k, v, dk, dv, f"{name}, backward, own keys")
+        desk.look(tiles, k, v, dk, dv, what)
 
 
 def _stay_at_home(trip: Trip, desks: Sequence[BackwardDesk], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +121,7 @@ def _stay_at_home(trip: Trip, desks: Sequence[BackwardDesk], k: Tensor, v: Tenso
     is_one_look = len(desks) == 1 and not is_debugging()
     dk, dv = Sum(k, is_one_look=is_one_look), Sum(v, is_one_look=is_one_look)
     for desk, tiles in zip(desks, trip.itinerary.home.tiles, strict=True):
-        desk.look(tiles, k, v, dk, dv, f"{trip.name}, backward, own keys")
+        desk.look(tiles, k, v, dk, dv, Doing(trip.journey, "backward", "own keys", 0))
     return dk.result(), dv.result()
 
 
@@ -178,7 +179,8 @@ class Travel:
         expected = [(lane, parcel, self._trip.room(parcel, self._k.dtype, self._k)) for lane, parcel in post.receives]
         receives = [(parcel.sender, loan.flat) for _, parcel, room in expected for loan in room]
         what = f"{self._phase}, step {post.due} of {len(self._trip.itinerary) - 1}"
-        return UnderWay(self._trip.talk.post(sends, receives, what=what), expected, sending)
+        doing = Doing(self._trip.journey, self._phase, "keys and values", post.due)
+        return UnderWay(posted(self._trip.talk, sends, receives, what=what, doing=doing), expected, sending)
 
     def _packed(self, lane: int, parcel: Parcel) -> list[Tensor]:
         if lane == HOME:
@@ -277,18 +279,19 @@ class Following:
         self._trip, self._own, self._k = trip, own, k
         self._under_way: UnderWay | None = None
 
-    def arrive(self, found: dict[int, Found]) -> None:
+    def arrive(self, number: int, found: dict[int, Found]) -> None:
         """Wait for what is under way, and add it to this step's part of the same visitor, or to one's own."""
         if self._under_way is None:
             return
         self._under_way.wait()
-        for lane, parcel, loans in self._under_way.expected:
-            if lane == HOME:
-                self._own.add(parcel, [loan.flat for loan in loans])
-                for loan in loans:
-                    loan.done()
-            else:
-                found[lane].add(parcel, loans)
+        with during("merge", Doing(self._trip.journey, "backward", "gradients that came", number)):
+            for lane, parcel, loans in self._under_way.expected:
+                if lane == HOME:
+                    self._own.add(parcel, [loan.flat for loan in loans])
+                    for loan in loans:
+                        loan.done()
+                else:
+                    found[lane].add(parcel, loans)
         self._under_way = None
 
     def leave(self, number: int, step: Step, found: dict[int, Found]) -> None:
@@ -309,7 +312,8 @@ class Following:
         expected = [(lane, parcel, self._trip.room(parcel, dtype, self._k)) for lane, parcel in post.receives]
         receives = [(parcel.sender, loan.flat) for _, parcel, room in expected for loan in room]
         what = f"backward, gradients of step {number} of {len(self._trip.itinerary) - 1}"
-        return UnderWay(self._trip.talk.post(sends, receives, what=what), expected, sending)
+        doing = Doing(self._trip.journey, "backward", "gradients", number)
+        return UnderWay(posted(self._trip.talk, sends, receives, what=what, doing=doing), expected, sending)
 
 
 RELAY = Schedule(forward, backward)
