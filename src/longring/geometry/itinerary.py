@@ -227,16 +227,17 @@ class Itinerary(Sequence[Step]):
         return (lane.tiles(owner, step),)
 
     def forward(self) -> Iterator[Post[Parcel]]:
-        """Everything a forward posts, in order."""
-        for step in self:
-            yield from step.posts
+        """Everything a forward posts, in order; counted without cutting a tile."""
+        for step in range(len(self)):
+            yield from self._posts(step)
 
     def backward(self) -> Iterator[Post[Parcel]]:
         """Everything a backward posts, in order."""
-        for step in self:
-            yield from step.posts
-            if step.gradients is not None:
-                yield step.gradients
+        for step in range(len(self)):
+            yield from self._posts(step)
+            gradients = self._gradients(step) if step else None
+            if gradients is not None:
+                yield gradients
 
     def _step(self, step: int) -> Step:
         visits = tuple(self._visits(step)) if step else ()
@@ -251,8 +252,11 @@ class Itinerary(Sequence[Step]):
             cut = self.guest_tiles(lane, owner, step)
             tiles = tuple(tuple(tile.seen_through(arrived.frame) for tile in of_desk) for of_desk in cut)
             brings = lane.following(owner, step - 1) if step - 1 in lane.route.chain(step) else None
-            takes = (lane.following(owner, step), lane.returning(owner, step))
-            yield Visit(lane.number, owner, tiles, arrived, brings, tuple(filter(None, takes)))
+            yield Visit(lane.number, owner, tiles, arrived, brings, self._takes(lane, owner, step))
+
+    def _takes(self, lane: Lane, owner: int, step: int) -> tuple[Parcel, ...]:
+        """Gradients of a guest's rows that leave behind the step: onward, or home."""
+        return tuple(filter(None, (lane.following(owner, step), lane.returning(owner, step))))
 
     def _posts(self, step: int) -> Iterator[Post[Parcel]]:
         """One for all lanes that are due at the same step."""
@@ -272,9 +276,12 @@ class Itinerary(Sequence[Step]):
                 yield Post(tuple(sends), tuple(receives), due)
 
     def _gradients(self, step: int) -> Post[Parcel] | None:
-        sends = [(visit.lane, parcel) for visit in self._visits(step) for parcel in visit.takes]
+        sends: list[tuple[int, Parcel]] = []
         receives: list[tuple[int, Parcel]] = []
         for lane in self.lanes:
+            owner = lane.route.guest(self.member, step)
+            if lane.parcel(owner, step) is not None:
+                sends += [(lane.number, parcel) for parcel in self._takes(lane, owner, step)]
             following = lane.following(lane.route.guest(self.member, step + 1), step) if step + 1 < len(self) else None
             if following is not None:
                 receives.append((lane.number, following))
