@@ -15,6 +15,9 @@ SMALLEST_SLAB = 1 << 27  # elements: 256 MiB of 16 bits keep a large GPU busy fo
 MOST_SLABS = 8
 MOST_AT_ONCE = 1 << 15  # repeats and batch rows: some operations put them on an axis that ends at 65,535
 
+SCORES_AT_ONCE = 1 << 21  # elements of the reference kernel: 8 MiB of float32, a few of which are alive at a time
+SIDE = 512  # of a block of them
+
 HELD = 4  # parts of the total's size that may wait to be merged
 HELD_OF_SUMS = 1  # and in the backward, where memory is short
 ALWAYS_HELD = 1 << 26  # bytes that may wait in any case

@@ -7,14 +7,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..geometry.portions import SCORES_AT_ONCE, SIDE
 from ..geometry.tiles import Tile
 from ..numerics.online_softmax import accumulator_dtype, merge_
 from .contract import Upstream
 from .totals import Seen, Sums
 from .views import key_view, query_view, row_view
-
-SCORES_AT_ONCE = 1 << 21  # elements: 8 MiB of float32, a few of which are alive at a time
-SIDE = 512  # of a block
 
 
 class ReferenceKernel:

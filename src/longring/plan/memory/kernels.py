@@ -1,0 +1,172 @@
+"""What kernels take while they compute: operands copied to be read, results, workspaces inside an operation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...errors import ArgumentError
+from ...geometry.portions import SCORES_AT_ONCE, SIDE, portions, stretches
+from ...geometry.stacks import Stack
+from ...geometry.tiles import Tile
+from .room import Like, Room
+from .totals import PARTS, Part, Seen, Sum
+
+OPERANDS, GRADIENTS, WORKSPACE, DELTA = (
+    "operands copied for the kernel",
+    "partial gradients",
+    "kernel workspace",
+    "delta",
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """How a device computes stacks. `threads` of a CPU each have a workspace."""
+
+    device: str
+    name: str
+    threads: int = 1
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether parts wait to be merged, as they do on a GPU."""
+        return self.device == "cuda"
+
+    def look(self, room: Room, total: Seen, tiles: Sequence[Tile], q: Like, k: Like) -> None:
+        """Compute tiles, and merge what they see."""
+        if self.name == "reference":
+            self._look_in_blocks(room, total, tiles, q, k)
+            return
+        slabs = stretches(tiles, q, k, can_be_done=total.can_be_done)
+        for slab in slabs:
+            for stack in portions(slab, q, k, is_first=total.is_empty, is_lazy=self.is_lazy):
+                part = self._attend(room, stack, q)
+                total.add(part)
+                part.give()
+            if len(slabs) > 1:
+                total.rows_done()
+
+    def look_back(self, room: Room, dq: Sum, dk: Sum, dv: Sum, tiles: Sequence[Tile], q: Like, k: Like) -> None:
+        """Compute the tiles' gradients, and add them to what there is."""
+        if self.name == "reference":
+            self._look_back_in_blocks(room, (dq, dk, dv), tiles, q, k)
+            return
+        sums = dq, dk, dv
+        slabs = stretches(tiles, q, k, can_be_done=all(one.can_be_done for one in sums))
+        for slab in slabs:
+            is_first = all(one.is_empty for one in sums)
+            for stack in portions(slab, q, k, is_first=is_first, is_lazy=self.is_lazy):
+                found = self._attend_backward(room, stack, q)
+                for one, part in zip(sums, found, strict=True):
+                    one.add(part)
+                for part in found:
+                    part.give()
+            if len(slabs) > 1:
+                for one in sums:
+                    one.rows_done()
+
+    # ---- one stack
+
+    def _attend(self, room: Room, stack: Stack, q: Like) -> Part:
+        rows, cols, d = *_sides(stack), q.d
+        result = self._result(q)
+        flipped = stack.shape == "flipped"
+        with room.holding(OPERANDS, (rows + 2 * cols) * d * q.itemsize if flipped else 0):
+            with room.holding(OPERANDS, self._raised(q) * (rows + 2 * cols) * d):
+                out, lse = room.take(PARTS, rows * d * result), room.take(PARTS, rows * self._lse(q))
+                room.briefly(WORKSPACE, self._workspace(stack, d))
+            if flipped:
+                room.briefly(PARTS, out.size + lse.size)
+        return Part(stack.queries, out, lse)
+
+    def _attend_backward(self, room: Room, stack: Stack, q: Like) -> tuple[Part, Part, Part]:
+        rows, cols, d = *_sides(stack), q.d
+        result = self._result(q)
+        flipped = stack.shape == "flipped"
+        copies = (3 * rows + 2 * cols) * d * q.itemsize + rows * q.accumulator.itemsize
+        with room.holding(OPERANDS, copies if flipped else 0):
+            with room.holding(OPERANDS, self._raised(q) * (3 * rows + 2 * cols) * d):
+                taken = [room.take(GRADIENTS, size * d * result) for size in (rows, cols, cols)]
+                room.briefly(WORKSPACE, self._workspace_backward(stack, d))
+            if flipped:
+                room.briefly(GRADIENTS, sum(one.size for one in taken))
+        places = stack.queries, stack.keys, stack.keys
+        dq, dk, dv = (Part(place, one, None) for place, one in zip(places, taken, strict=True))
+        return dq, dk, dv
+
+    def _result(self, q: Like) -> int:
+        """Bytes of a number that an operation gives: a CPU computes in the accumulator's dtype, a GPU in q's."""
+        return q.itemsize if self.is_lazy else q.accumulator.itemsize
+
+    def _lse(self, q: Like) -> int:
+        return 4 if self.is_lazy else q.accumulator.itemsize
+
+    def _raised(self, q: Like) -> int:
+        """Bytes of a number in a copy in the accumulator's dtype, where one is made."""
+        return q.accumulator.itemsize if not self.is_lazy and q.itemsize < 4 else 0
+
+    # ---- inside an operation
+
+    def _workspace(self, stack: Stack, d: int) -> int:
+        if self.is_lazy:
+            return 0
+        rows = cpu_block(len(stack.queries.rows))
+        cols = min(CPU_COLUMNS, len(stack.keys.rows))
+        return self.threads * 4 * rows * (cols + 2 + d)
+
+    def _workspace_backward(self, stack: Stack, d: int) -> int:
+        rows, _ = _sides(stack)
+        if self.is_lazy:  # a float32 dq that blocks of columns add to, lse in base 2 and delta
+            return 4 * rows * d + 8 * rows + rows * 4
+        block = cpu_block(len(stack.queries.rows))
+        return self.threads * 4 * block * (2 * min(CPU_COLUMNS, len(stack.keys.rows)) + 1)
+
+    # ---- the reference kernel, block by block
+
+    def _look_in_blocks(self, room: Room, total: Seen, tiles: Sequence[Tile], q: Like, k: Like) -> None:
+        total.in_place()
+        if tiles:
+            room.briefly(WORKSPACE, 4 * _scores(tiles, q, k))
+
+    def _look_back_in_blocks(
+        self, room: Room, sums: tuple[Sum, Sum, Sum], tiles: Sequence[Tile], q: Like, k: Like
+    ) -> None:
+        for one in sums:
+            one.in_place()
+        with room.holding(DELTA, q.vectors * q.accumulator.itemsize):
+            room.briefly(WORKSPACE, 5 * _scores(tiles, q, k))
+
+
+CPU_COLUMNS = 512
+
+
+def cpu_block(rows: int) -> int:
+    """Rows of a block of PyTorch's flash attention for the CPU."""
+    return min(rows, 256 if rows >= 768 else 64 if rows >= 192 else 32)
+
+
+def _sides(stack: Stack) -> tuple[int, int]:
+    """Vectors of queries and of keys."""
+    queries, keys = stack.queries, stack.keys
+    return queries.many * queries.heads * len(queries.rows), keys.many * len(keys.kv_heads) * len(keys.rows)
+
+
+def _scores(tiles: Sequence[Tile], q: Like, k: Like) -> int:
+    """Bytes of the largest block of scores."""
+    share = q.heads // k.heads
+    side = (min(SIDE, len(tile.rows)) * min(SIDE, len(tile.cols)) * share * len(tile.kv_heads) for tile in tiles)
+    many = (len(tile.batch) * tile.repeat.count for tile in tiles)
+    most = max((min(one * times, SCORES_AT_ONCE) for one, times in zip(side, many, strict=True)), default=0)
+    return most * q.accumulator.itemsize
+
+
+NAMES = {"cpu": ("auto", "sdpa", "reference")}
+
+
+def kernel_for(device: str, name: str, threads: int) -> Kernel:
+    if device not in ("cpu", "cuda"):
+        raise ArgumentError(f"device must be cpu or cuda, got {device!r}")
+    if device == "cpu" and name not in NAMES["cpu"]:
+        raise ArgumentError(f"kernel must be one of {', '.join(NAMES['cpu'])} on a CPU, got {name!r}")
+    return Kernel(device, name, threads)

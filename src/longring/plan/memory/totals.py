@@ -1,0 +1,234 @@
+"""What has been found so far, as `kernels.totals` keeps it: totals, and on a GPU parts that wait to be merged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ...geometry.portions import ALWAYS_HELD, HELD, HELD_OF_SUMS, are_too_many
+from ...geometry.stacks import Place
+from .room import Like, Room, Taken
+
+LOG = 8  # bytes of an lse that is still to be merged
+
+OUT, LSE, PARTS, MERGING = "out", "lse", "partial results", "merging"
+
+
+class Part(NamedTuple):
+    """What was computed for the rows of a place."""
+
+    place: Place
+    out: Taken
+    lse: Taken | None
+
+    def kept(self) -> Part:
+        return Part(self.place, self.out.shared(), None if self.lse is None else self.lse.shared())
+
+    def give(self) -> None:
+        self.out.give()
+        if self.lse is not None:
+            self.lse.give()
+
+
+class Total(NamedTuple):
+    out: Taken
+    lse: Taken
+
+    def give(self) -> None:
+        self.out.give()
+        self.lse.give()
+
+
+class Seen:
+    """Attention over the keys seen so far, for all rows of q."""
+
+    def __init__(self, room: Room, q: Like, *, is_lazy: bool, is_one_look: bool = False) -> None:
+        self._room, self._q, self._is_lazy = room, q, is_lazy
+        self._parts: list[Part] = []
+        self._total: Total | None = None
+        self._rounded: Total | None = None
+        self.can_be_done = is_one_look and is_lazy
+
+    @property
+    def is_empty(self) -> bool:
+        return self._total is None and self._rounded is None and not self._parts
+
+    def add(self, part: Part) -> None:
+        if self._is_lazy or (self.is_empty and part.place.covers(self._q)):
+            self._parts.append(part.kept())
+            sizes = [one.out.size for one in self._parts]
+            if are_too_many(sizes, self._q.nbytes, most=HELD, always=ALWAYS_HELD):
+                self.in_place()
+        else:
+            self.in_place()
+            merge(self._room, part.place.many * part.place.heads * len(part.place.rows), self._q.accumulator.itemsize)
+
+    def in_place(self) -> Total:
+        whole = self._whole()
+        if self._total is None and whole is not None:
+            lse = self._room.take(LSE, self._q.batch * self._q.rows * self._q.heads * LOG)
+            out = _as_total(self._room, whole.out, self._q.accumulator.nbytes, OUT)
+            assert whole.lse is not None
+            whole.lse.give()
+            self._parts.clear()
+            self._total = Total(out, lse)
+        elif self._total is None:
+            self._total = self._new(self._q.accumulator, LOG)
+        self._clear()
+        return self._total
+
+    def rows_done(self) -> None:
+        self._rounded = self._rounded or self._new(self._q, self._q.accumulator.itemsize)
+        self._clear()
+
+    def result(self) -> Total:
+        if self._rounded is not None and not self._parts:
+            return self._rounded
+        whole = self._whole()
+        if self._total is None and whole is not None:
+            assert whole.lse is not None
+            return Total(whole.out.become(OUT), whole.lse.become(LSE))
+        if self._parts:
+            rounded = self._new(self._q, self._q.accumulator.itemsize)
+            self._clear()
+            if self._total is not None:
+                self._total.give()
+            self._total = rounded
+            return rounded
+        return self.in_place()
+
+    def _whole(self) -> Part | None:
+        return self._parts[0] if len(self._parts) == 1 and self._parts[0].place.covers(self._q) else None
+
+    def _new(self, like: Like, lse_itemsize: int) -> Total:
+        return Total(self._room.take(OUT, like.nbytes), self._room.take(LSE, like.vectors * lse_itemsize))
+
+    def _clear(self) -> None:
+        for part in self._parts:
+            part.give()
+        self._parts.clear()
+
+
+class Sum:
+    """A gradient: what was found of it so far, for all rows of a tensor like x.
+
+    `memory` gives what it is summed up in, where that is somebody else's; `is_lent`: it is there from the start.
+    """
+
+    def __init__(
+        self,
+        room: Room,
+        x: Like,
+        component: str,
+        *,
+        is_lazy: bool,
+        is_one_look: bool = False,
+        memory: Callable[[], None] | None = None,
+        is_lent: bool = False,
+    ) -> None:
+        self._room, self._x, self._component, self._is_lazy = room, x, component, is_lazy
+        self._memory, self._is_lent = memory, is_lent
+        self._parts: list[Part] = []
+        self._has_total = is_lent
+        self._total: Taken | None = None  # where the memory is its own
+        self._rounded: Taken | None = None
+        self.can_be_done = is_one_look and is_lazy
+
+    @property
+    def has_total(self) -> bool:
+        return self._has_total or self._rounded is not None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.has_total and not self._parts
+
+    def of_heads(self, heads: int) -> Sum:
+        """The same sum, of some heads."""
+        if heads == self._x.heads:
+            return self
+        self.in_place()
+        like = self._x._replace(heads=heads)
+        return Sum(self._room, like, self._component, is_lazy=self._is_lazy, is_lent=True)
+
+    def handed_back(self) -> None:
+        if self._is_lent:
+            self.in_place()
+
+    def go_onto(self) -> None:
+        """From now on it is summed up in somebody else's memory, and what that holds counts."""
+        self._has_total = True
+
+    def add(self, part: Part) -> None:
+        if self._is_lazy or (self.is_empty and part.place.covers(self._x)):
+            self._parts.append(part.kept())
+            sizes = [one.out.size for one in self._parts]
+            if are_too_many(sizes, self._x.nbytes, most=HELD_OF_SUMS, always=ALWAYS_HELD):
+                self.in_place()
+        else:
+            self.in_place()
+
+    def in_place(self) -> None:
+        if not self._has_total:
+            if self._is_whole() and self._memory is None:
+                whole = self._parts.pop()
+                self._total = _as_total(self._room, whole.out, self._x.accumulator.nbytes, self._component)
+            elif self._memory is not None:
+                self._memory()
+            else:
+                self._total = self._room.take(self._component, self._x.accumulator.nbytes)
+            self._has_total = True
+        self._clear()
+
+    def rows_done(self) -> None:
+        self._rounded = self._rounded or self._room.take(self._component, self._x.nbytes)
+        self._clear()
+
+    def result(self) -> None:
+        if self._rounded is not None and not self._parts:
+            return
+        if not self._has_total and self._is_whole():
+            self._total = self._parts.pop().out.become(self._component)
+        elif self._parts and self._is_lazy:
+            rounded = self._room.take(self._component, self._x.nbytes)
+            self._clear()
+            self.give()
+            self._total = rounded
+        else:
+            self.in_place()
+            return
+        self._has_total = True
+
+    def give(self) -> None:
+        """Let go of the memory that is its own."""
+        if self._total is not None:
+            self._total.give()
+            self._total = None
+
+    @property
+    def own_bytes(self) -> int:
+        taken = self._rounded or self._total
+        return 0 if taken is None else taken.size
+
+    def _is_whole(self) -> bool:
+        return len(self._parts) == 1 and self._parts[0].place.covers(self._x)
+
+    def _clear(self) -> None:
+        for part in self._parts:
+            part.give()
+        self._parts.clear()
+
+
+def _as_total(room: Room, part: Taken, size: int, component: str) -> Taken:
+    """A part of every row as the total: as it is, or rounded up to the accumulator's dtype."""
+    if part.size == size:
+        return part.become(component)
+    made = room.take(component, size)
+    part.give()
+    return made
+
+
+def merge(room: Room, rows: int, accumulator: int) -> None:
+    """`numerics.merge_`: three logarithms, a weight and its rounding, of every row."""
+    logarithms = 3 if accumulator < LOG else 2
+    weight = LOG + (accumulator if accumulator < LOG else 0)
+    room.briefly(MERGING, rows * (logarithms * LOG + weight))
