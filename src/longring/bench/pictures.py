@@ -37,9 +37,11 @@ class Step(NamedTuple):
     workers: list[list[int]]
 
 
-def steps_of(task: Task, schedule: str, *, batch: int = 0, kv_head: int = 0) -> list[Step]:
+def steps_of(
+    task: Task, schedule: str, *, node_ranks: int | None = None, batch: int = 0, kv_head: int = 0
+) -> list[Step]:
     """What every rank computes at each step for one batch row and one kv head, in global positions."""
-    plans = [list(looks(plan(schedule, task, rank))) for rank in range(task.ranks)]
+    plans = [list(looks(plan(schedule, task, rank, node_ranks))) for rank in range(task.ranks)]
     steps = []
     for of_ranks in zip(*plans, strict=True):
         step = _empty_step(task.problem)

@@ -1,0 +1,301 @@
+"""The page of `longring bench`: longring and its peers side by side, how they scale, what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from . import bars, curves, errors
+from .asked import asked
+from .attending import Scene
+from .common import mark
+from .figure import bullets, folded, paragraph, table
+from .markup import Markup, tag, together
+from .page import Part
+from .told import Told, shown, spoken
+
+Group = tuple[str, str, str, int, int]
+KINDS = {
+    "ours": "longring",
+    "kernel": "PyTorch's own kernel",
+    "package": "an installed package",
+    "re-created": "re-created here after its authors' description",
+}
+
+
+def scenes(record: dict[str, Any]) -> Iterator[Callable[[], Scene]]:
+    """One for every schedule and layout of ours."""
+    arguments = record.get("arguments") or {}
+    for row in record.get("rows", []):
+        if row.get("kind") == "ours" and row.get("schedule") and (row.get("ranks") or 1) > 1:
+            words = {key: row.get(key) for key in ("layout", "schedule", "tokens", "ranks")}
+            yield lambda words=words, row=row: Scene(asked({**arguments, **_shape(row)}, **words))
+
+
+def _shape(row: dict[str, Any]) -> dict[str, Any]:
+    names = "causal", "window", "dilated", "heads", "kv_heads", "nodes"
+    return {name: row[name] for name in names if row.get(name) is not None}
+
+
+def verdict(told: Told) -> tuple[object, bool | None]:
+    wrong = [row for row in told["rows"] if not _is_right(row)]
+    failures = len(told["failures"].value or [])
+    ours = sum(row["kind"].value == "ours" for row in wrong)
+    count = len(told["rows"].value or [])
+    text = f"{count:,} rows, each checked against the float64 definition before it was timed"
+    if not wrong and not failures:
+        return f"{text}; all are right.", True
+    blame = f"{len(wrong)} are wrong" + (f", {ours} of them longring's" if wrong else "")
+    return f"{text}; {blame}; {failures} could not be run.", not ours and not failures
+
+
+def _is_right(row: Told) -> bool:
+    return all(judged.is_ok for judged in errors.of_rows([("", row)]))
+
+
+def counted(record: dict[str, Any]) -> dict[str, Any]:
+    """Times that perfect scaling would give: those of the fewest ranks, divided."""
+    ideal = []
+    for group in _scaling_groups(record.get("rows", [])):
+        known = [(row["ranks"], row["time"]["median"]) for row in group if _seconds(row) is not None]
+        if len({ranks for ranks, _ in known}) < 2:
+            continue
+        fewest = min(ranks for ranks, _ in known)
+        best = min(seconds for ranks, seconds in known if ranks == fewest)
+        rows = [{"ranks": ranks, "seconds": best * fewest / ranks} for ranks in sorted({r for r, _ in known})]
+        ideal.append({"group": _scaling_key(group[0]), "rows": rows})
+    return {"ideal": ideal}
+
+
+def _seconds(row: dict[str, Any]) -> float | None:
+    return (row.get("time") or {}).get("median")
+
+
+def _scaling_key(row: dict[str, Any]) -> str:
+    words = [row.get("scenario"), row.get("case"), row.get("phase")]
+    return ", ".join(dict.fromkeys(str(word) for word in words if word)) + f", {spoken(row.get('tokens'))} tokens"
+
+
+def _scaling_groups(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Rows that differ in ranks and name alone."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(_scaling_key(row), []).append(row)
+    return list(found.values())
+
+
+def parts(told: Told, tiles: list[Part]) -> list[Part]:
+    rows = list(told["rows"])
+    made = [Part("peers", "Side by side", _peers(told, rows))]
+    if scaling := [*_against_ranks(told, rows), *_against_tokens(rows)]:
+        made.append(Part("scaling", "How it scales", scaling))
+    if memory := _memory(rows):
+        made.append(Part("memory", "What a rank holds", memory))
+    if judged := errors.of_rows([(_title(row), row) for row in rows]):
+        caption = (
+            "Relative error against the float64 definition, measured before anything was timed, and the budget's share."
+        )
+        made.append(Part("errors", "How exact it is", [errors.draw("budgets", caption, judged)]))
+    return [*made, *tiles, Part("table", "All rows", [_table(rows)])]
+
+
+# ------------------------------------------------------------------------------------------------ side by side
+
+
+def _peers(told: Told, rows: list[Told]) -> list[object]:
+    groups: dict[Group, list[Told]] = {}
+    for row in rows:
+        groups.setdefault(_group(row), []).append(row)
+    largest = max(groups, key=lambda group: (len(groups[group]), group[3], group[4]), default=None)
+    made: list[object] = [
+        paragraph("Bars are medians, whiskers the quartiles of the runs, which were interleaved. Shorter is faster.")
+    ]
+    for index, (group, some) in enumerate(groups.items()):
+        drawn = _bars(f"peers{index}", group, some)
+        made.append(drawn if len(groups) == 1 else folded(_spoken(group), drawn, open_=group == largest))
+    for title, key in (("Not installed or not usable here", "missing"), ("Could not be run", "failures")):
+        if told[key]:
+            made += [tag("h3", title), bullets([_line(one) for one in told[key]])]
+    return made
+
+
+def _line(told: Told) -> str:
+    if isinstance(told.value, dict):
+        return ", ".join(f"{key}: {value.text}" for key, value in told.items())
+    return told.text
+
+
+def _group(row: Told) -> Group:
+    return (
+        row["scenario"].text,
+        row["case"].text,
+        row["phase"].text,
+        int(row["tokens"].number),
+        int(row["ranks"].number or 1),
+    )
+
+
+def _spoken(group: Group) -> str:
+    scenario, case, phase, tokens, ranks = group
+    words = [*dict.fromkeys(word for word in (scenario, case, phase) if word), f"{tokens:,} tokens"]
+    return ", ".join([*words, f"{ranks} rank{'s' if ranks > 1 else ''}"])
+
+
+def _bars(name: str, group: Group, rows: Sequence[Told]) -> Markup:
+    ordered = sorted(rows, key=lambda row: row["time"]["median"].number)
+    made = [
+        bars.Bar(
+            _name(row),
+            row["time"]["median"],
+            low=row["time"]["low"],
+            high=row["time"]["high"],
+            kind="faulty" if not _is_right(row) else "ours" if row["kind"].value == "ours" else "other",
+            note=_note(row),
+        )
+        for row in ordered
+    ]
+    caption = f"{_spoken(group)[0].upper()}{_spoken(group)[1:]}: time."
+    return bars.draw(name, caption, made, "seconds", what="who", value="median (quartiles)", note="beside others")
+
+
+def _name(row: Told) -> Markup:
+    how = ", ".join(dict.fromkeys(filter(None, (row["schedule"].text, row["layout"].text, row["kernel"].text))))
+    kind = KINDS.get(row["kind"].text, row["kind"].text)
+    return together(row["name"].text, tag("small", f" {kind}" + (f" ({how})" if how else "")))
+
+
+def _note(row: Told) -> Markup:
+    ratios = [
+        together(shown(ratio, "times"), f" {against}") for against, ratio in row["ratios"].items() if ratio.is_number
+    ]
+    rate = [shown(row["tflops"], "tflops")] if row["tflops"].is_number else []
+    words: list[object] = [] if _is_right(row) else [mark(False), row["note"].text]
+    words += [*rate, *ratios]
+    return together(*(together("; " if index else "", word) for index, word in enumerate(filter(None, words))))
+
+
+# ------------------------------------------------------------------------------------------------ scaling
+
+
+def _against_ranks(told: Told, rows: list[Told]) -> Iterator[Markup]:
+    groups = [
+        (ideal, [r for r in rows if _scaling_key(r.value) == ideal["group"].value]) for ideal in told["drawn"]["ideal"]
+    ]
+    shown_groups = sorted(groups, key=lambda pair: -max(row["tokens"].number for row in pair[1]))[:4]
+    for index, (ideal, some) in enumerate(shown_groups):
+        lines = list(_lines(some, "ranks"))
+        points = [(row["ranks"], row["seconds"]) for row in ideal["rows"]]
+        lines.append(curves.Curve("fastest of the fewest ranks, divided", points, "ideal", 6))
+        yield curves.draw(
+            f"ranks{index}",
+            f"Time against the number of ranks: {ideal['group'].text}. Both axes are logarithmic.",
+            lines,
+            curves.Axes("ranks", "time", y_unit="seconds"),
+        )
+
+
+def _against_tokens(rows: list[Told]) -> Iterator[Markup]:
+    groups: dict[tuple[str, str, int], list[Told]] = {}
+    for row in rows:
+        groups.setdefault((row["scenario"].text, row["phase"].text, int(row["ranks"].number or 1)), []).append(row)
+    wide = {key: some for key, some in groups.items() if len({row["tokens"].value for row in some}) > 1}
+    most = max((ranks for _, _, ranks in wide), default=0)
+    for index, ((scenario, phase, ranks), some) in enumerate(wide.items()):
+        if ranks == most and index < 8:
+            words = ", ".join(filter(None, (scenario, phase)))
+            yield curves.draw(
+                f"tokens{index}",
+                f"Time against the length of the sequence: {words}, {ranks} rank{'s' if ranks > 1 else ''}. "
+                "Both axes are logarithmic.",
+                list(_lines(some, "tokens")),
+                curves.Axes("tokens", "time", y_unit="seconds"),
+            )
+
+
+def _lines(rows: Iterable[Told], along: str) -> Iterator[curves.Curve]:
+    named: dict[str, list[Told]] = {}
+    for row in rows:
+        named.setdefault(_label(row), []).append(row)
+    for colour, (name, some) in enumerate(named.items()):
+        ordered = sorted(some, key=lambda row: row[along].number)
+        measured = [(row[along], row["time"]["median"]) for row in ordered if row["time"]["median"].is_number]
+        predicted = [(row[along], row["predicted_seconds"]) for row in ordered if row["predicted_seconds"].is_number]
+        yield curves.Curve(name, measured, "measured", colour)
+        if predicted:
+            yield curves.Curve(name, predicted, "predicted", colour)
+
+
+def _label(row: Told) -> str:
+    layout = row["layout"].text
+    return row["name"].text + (f", {layout}" if layout and layout not in row["name"].text else "")
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+def _memory(rows: list[Told]) -> list[Markup]:
+    """Of the longest sequence, by ranks: what was measured, and under it what the plan predicts."""
+    held = [row for row in rows if _peak(row).is_number]
+    longest = max((row["tokens"].number for row in held), default=0)
+    groups: dict[tuple[str, str], list[Told]] = {}
+    for row in held:
+        if row["tokens"].number == longest:
+            groups.setdefault((row["scenario"].text, row["phase"].text), []).append(row)
+    made = []
+    for index, ((scenario, phase), some) in enumerate(groups.items()):
+        ordered = sorted(some, key=lambda row: (_label(row), row["ranks"].number))
+        words = ", ".join(filter(None, (scenario, phase)))
+        caption = (
+            f"Most bytes that a rank held against the number of ranks: {words}, {spoken(int(longest))} tokens. "
+            "Solid or lettered bars were measured; striped ones, and those called so, are predicted by the plan."
+        )
+        drawn = [bar for row in ordered for bar in _held_bars(row)]
+        made.append(
+            bars.draw(f"held{index}", caption, drawn, "bytes", what="who, on how many ranks", value="peak of a rank")
+        )
+    return made
+
+
+def _peak(row: Told) -> Told:
+    peak = row["peak_bytes"]
+    return max(peak, key=lambda rank: rank.number, default=peak) if isinstance(peak.value, list) else peak
+
+
+def _held_bars(row: Told) -> Iterator[bars.Bar]:
+    title = f"{_label(row)}: {row['ranks'].text} rank{'s' if row['ranks'].number > 1 else ''}"
+    kind = "ours" if row["kind"].value == "ours" else "other"
+    predicted = row["predicted"]["components"] if row["predicted"]["components"] else row["predicted_components"]
+    total = row["predicted_bytes"] if row["predicted_bytes"] else row["predicted"]["peak_bytes"]
+    yield bars.Bar(f"{title}, measured", _peak(row), row["components"].items(), kind=kind)
+    if total.is_number:
+        yield bars.Bar(f"{title}, predicted", total, predicted.items(), kind="predicted")
+
+
+# ------------------------------------------------------------------------------------------------ all rows
+
+
+def _title(row: Told) -> str:
+    return f"{_label(row)}, {row['phase'].text}, {spoken(row['tokens'].value)} tokens, {row['ranks'].text} ranks"
+
+
+def _table(rows: list[Told]) -> Markup:
+    columns = ["who", "scenario", "case", "pass", "kernel", "tokens", "ranks", "median", "low", "high", "runs"]
+    columns += ["TFLOP/s", "peak of a rank", "verdict"]
+    cells = [
+        [
+            _label(row),
+            row["scenario"].text,
+            row["case"].text,
+            row["phase"].text,
+            row["kernel"].text,
+            shown(row["tokens"]),
+            shown(row["ranks"]),
+            *(shown(row["time"][key], "seconds") for key in ("median", "low", "high")),
+            shown(row["time"]["runs"]),
+            shown(row["tflops"]),
+            shown(_peak(row), "bytes"),
+            mark(_is_right(row)),
+        ]
+        for row in rows
+    ]
+    return table("Every row that was timed", columns, cells, words=5)
