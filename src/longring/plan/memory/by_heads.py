@@ -93,10 +93,8 @@ def backward(setting: Setting, plan: ByHeads, q: Like, k: Like) -> None:
     room.take(DQ, like.nbytes)
     for desk in desks:
         desk.dq.result()
-        room.take(
-            FOUND_AT_DESKS,
-            desk.q.vectors * q.d * like.itemsize if like.itemsize != desk_itemsize(setting, desk.q) else 0,
-        )
+        if like.itemsize != desk.q.accumulator.itemsize:
+            room.take(FOUND_AT_DESKS, desk.q.vectors * q.d * like.itemsize)
     home = [_back_of_queries(plan, like)]
     home += [_back_of_keys(plan, k.accumulator) for _ in "kv"]
     come_back(room, plan, home)
