@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,7 +75,9 @@ def _known(schedule: str | None, pattern: Pattern) -> str:
 
 
 def pattern_of(arguments: dict[str, Any]) -> Pattern:
-    """As the command line has them: causal, window, dilated; branches as text, or as pairs of length and rate."""
+    """As the command line has them: causal, window, dilated (text, or pairs of length and rate); or written out."""
+    if isinstance(arguments.get("pattern"), str) and "(" in arguments["pattern"]:
+        return _written_out(arguments["pattern"])
     causal = bool(arguments.get("causal", True))
     if branches := arguments.get("dilated"):
         pairs = [pair.split(":") for pair in branches.split(",")] if isinstance(branches, str) else branches
@@ -84,6 +87,17 @@ def pattern_of(arguments: dict[str, Any]) -> Pattern:
         return Dense(causal=causal)
     left = count(window) - 1
     return Dense(causal=causal, window=(left, 0 if causal else left))
+
+
+def _written_out(text: str) -> Pattern:
+    """Dense(causal=True, ...) or Dilated(...), read without being run."""
+    try:
+        call = ast.parse(text, mode="eval").body
+        assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args
+        words = {word.arg or "": ast.literal_eval(word.value) for word in call.keywords}
+        return {"Dense": Dense, "Dilated": Dilated}[call.func.id](**words)
+    except (SyntaxError, ValueError, AssertionError, KeyError, TypeError) as failure:
+        raise LongringError(f"the record's pattern {text!r} cannot be read") from failure
 
 
 def spoken_pattern(pattern: Pattern) -> str:

@@ -105,9 +105,14 @@ def _spread(bar: Bar, most: float) -> Markup | None:
     if bar.low is None or bar.high is None or not bar.high.is_number:
         return None
     low, high, middle = percent(bar.low.number, most), percent(bar.high.number, most), HEIGHT / 2
-    whisker = tag("line", x1=low, x2=high, y1=middle, y2=middle, class_="ink")
-    ends = [tag("line", x1=at, x2=at, y1=middle - 5, y2=middle + 5, class_="ink") for at in (low, high)]
-    return together(whisker, ends)
+    lines = [(low, high, middle, middle), *((at, at, middle - 5, middle + 5) for at in (low, high))]
+    return together(
+        *(
+            tag("line", x1=x1, x2=x2, y1=y1, y2=y2, class_=class_)
+            for class_ in ("halo", "ink")  # so that it is seen on a dark bar as well
+            for x1, x2, y1, y2 in lines
+        )
+    )
 
 
 def _limit(bar: Bar, most: float, unit: str) -> Markup | None:

@@ -15,6 +15,7 @@ from .page import Part
 from .told import Told, shown, spoken
 
 Group = tuple[str, str, str, int, int]
+LONG = 24  # rows, beyond which a table is folded
 KINDS = {
     "ours": "longring",
     "kernel": "PyTorch's own kernel",
@@ -24,12 +25,21 @@ KINDS = {
 
 
 def scenes(record: dict[str, Any]) -> Iterator[Callable[[], Scene]]:
-    """One for every schedule and layout of ours."""
+    """One for every schedule and layout of ours, at its largest."""
     arguments = record.get("arguments") or {}
+    largest: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in record.get("rows", []):
         if row.get("kind") == "ours" and row.get("schedule") and (row.get("ranks") or 1) > 1:
-            words = {key: row.get(key) for key in ("layout", "schedule", "tokens", "ranks")}
-            yield lambda words=words, row=row: Scene(asked({**arguments, **_shape(row)}, **words))
+            key = row["schedule"], row.get("layout"), row.get("scenario"), str(_shape(row))
+            if key not in largest or _size(row) > _size(largest[key]):
+                largest[key] = row
+    for row in largest.values():
+        words = {key: row.get(key) for key in ("layout", "schedule", "tokens", "ranks")}
+        yield lambda words=words, row=row: Scene(asked({**arguments, **_shape(row)}, **words))
+
+
+def _size(row: dict[str, Any]) -> tuple[int, int]:
+    return row.get("ranks") or 1, row.get("tokens") or 0
 
 
 def _shape(row: dict[str, Any]) -> dict[str, Any]:
@@ -39,14 +49,18 @@ def _shape(row: dict[str, Any]) -> dict[str, Any]:
 
 def verdict(told: Told) -> tuple[object, bool | None]:
     wrong = [row for row in told["rows"] if not _is_right(row)]
+    ours = [row for row in wrong if row["kind"].value == "ours"]
     failures = len(told["failures"].value or [])
-    ours = sum(row["kind"].value == "ours" for row in wrong)
-    count = len(told["rows"].value or [])
-    text = f"{count:,} rows, each checked against the float64 definition before it was timed"
+    text = f"{_rows(len(told['rows'].value or []))}, each checked against the float64 definition before it was timed: "
     if not wrong and not failures:
-        return f"{text}; all are right.", True
-    blame = f"{len(wrong)} are wrong" + (f", {ours} of them longring's" if wrong else "")
-    return f"{text}; {blame}; {failures} could not be run.", not ours and not failures
+        return text + "all are right.", True
+    blame = [f"{_rows(len(wrong))} wrong, {len(ours) or 'none'} of them longring's"] if wrong else ["all are right"]
+    blame += [f"{failures} could not be run"] if failures else []
+    return f"{text}{'; '.join(blame)}.", False if ours or failures else None
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} row{'' if count == 1 else 's'}"
 
 
 def _is_right(row: Told) -> bool:
@@ -95,24 +109,30 @@ def parts(told: Told, tiles: list[Part]) -> list[Part]:
         caption = (
             "Relative error against the float64 definition, measured before anything was timed, and the budget's share."
         )
-        made.append(Part("errors", "How exact it is", [errors.draw("budgets", caption, judged)]))
-    return [*made, *tiles, Part("table", "All rows", [_table(rows)])]
+        made.append(Part("errors", "How exact it is", [_long(len(rows), errors.draw("budgets", caption, judged))]))
+    return [*made, *tiles, Part("table", "All rows", [_long(len(rows), _table(rows))])]
+
+
+def _long(rows: int, drawn: Markup) -> Markup:
+    return folded(_rows(rows), drawn) if rows > LONG else drawn
 
 
 # ------------------------------------------------------------------------------------------------ side by side
 
 
 def _peers(told: Told, rows: list[Told]) -> list[object]:
+    """The largest size for all to see, the others folded."""
     groups: dict[Group, list[Told]] = {}
     for row in rows:
         groups.setdefault(_group(row), []).append(row)
-    largest = max(groups, key=lambda group: (len(groups[group]), group[3], group[4]), default=None)
+    ordered = sorted(groups, key=lambda group: (-len(groups[group]), -group[3], -group[4]))
+    drawn = [_bars(f"peers{index}", group, groups[group]) for index, group in enumerate(ordered)]
     made: list[object] = [
-        paragraph("Bars are medians, whiskers the quartiles of the runs, which were interleaved. Shorter is faster.")
+        paragraph("Bars are medians, whiskers the quartiles of the runs, which were interleaved. Shorter is faster."),
+        *drawn[:1],
     ]
-    for index, (group, some) in enumerate(groups.items()):
-        drawn = _bars(f"peers{index}", group, some)
-        made.append(drawn if len(groups) == 1 else folded(_spoken(group), drawn, open_=group == largest))
+    if drawn[1:]:
+        made.append(folded(f"The other {len(drawn) - 1} sizes and passes", *drawn[1:]))
     for title, key in (("Not installed or not usable here", "missing"), ("Could not be run", "failures")):
         if told[key]:
             made += [tag("h3", title), bullets([_line(one) for one in told[key]])]

@@ -12,6 +12,7 @@ from .told import Told, shown, spoken
 
 HEIGHT = 300
 LINES = 8
+MOST_MARKS = 12  # along one line
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class _Frame:
         xs = [x.number for curve in curves for x, _ in curve.points]
         ys = [y.number for curve in curves for _, y in curve.points if y.number > 0 or not axes.logarithmic]
         self.is_logarithmic = axes.logarithmic
-        self.x_low, self.x_high = min(xs, default=0.0), max(xs, default=1.0)
+        self.x_low, self.x_high = min(xs, default=0.0) if axes.logarithmic else 0.0, max(xs, default=1.0)
         self.y_low, self.y_high = (
             (min(ys, default=0.1), max(ys, default=1.0)) if axes.logarithmic else (0.0, max(ys, default=1.0))
         )
@@ -77,18 +78,20 @@ class _Frame:
         inner = log_position(value, self.y_low, self.y_high) if self.is_logarithmic else value / (self.y_high or 1.0)
         return HEIGHT - 30 - (HEIGHT - 50) * inner
 
-    @property
-    def y_ticks(self) -> list[float]:
+    def y_ticks(self, unit: str) -> list[float]:
         if not self.is_logarithmic:
-            return ticks(self.y_high)
-        powers = [10.0**power * times for power in range(-9, 16) for times in (1, 2, 5)]
-        found = [at for at in powers if self.y_low <= at <= self.y_high]
-        return found if len(found) <= 6 else [at for at in found if f"{at:e}".startswith("1")]
+            return ticks(self.y_high, unit)
+        for times in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
+            found = [at * 10.0**power for power in range(-9, 16) for at in times]
+            found = [at for at in found if self.y_low <= at <= self.y_high]
+            if len(found) >= 3:
+                break
+        return found
 
 
 def _grid(frame: _Frame, axes: Axes) -> list[Markup]:
     made = []
-    for at in frame.y_ticks:
+    for at in frame.y_ticks(axes.y_unit):
         y = frame.y(at)
         made.append(tag("line", x1="0", x2="100%", y1=y, y2=y, class_="grid"))
         made.append(tag("text", spoken(at, axes.y_unit), x=0, y=y - 4, class_="tick"))
@@ -117,7 +120,7 @@ def _x_ticks(frame: _Frame, axes: Axes) -> list[Markup]:
 
 def _line(curve: Curve, frame: _Frame) -> Markup:
     places = [(frame.x(x.number), frame.y(y.number)) for x, y in curve.points if y.is_number]
-    path = "M" + "L".join(f"{10 * x:.1f} {y:.1f}" for x, y in places) if places else ""
+    path = _straight(places) if frame.is_logarithmic else _in_steps(places)
     line = tag(
         "svg",
         tag("path", d=path, class_=f"line {curve.kind} l{curve.colour % LINES}", vector_effect="non-scaling-stroke"),
@@ -126,15 +129,40 @@ def _line(curve: Curve, frame: _Frame) -> Markup:
         width="100%",
         height=HEIGHT,
     )
-    marks = [_mark(f"{x:.3f}%", y, curve) for x, y in places] if len(places) <= 40 else []
-    return tag("g", line, *marks)
+    every = -(-len(places) // MOST_MARKS) or 1
+    return tag("g", line, *(_mark(f"{x:.3f}%", y, curve) for x, y in places[curve.colour % every :: every]))
+
+
+def _straight(places: list[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{10 * x:.1f} {y:.1f}" for x, y in places)
+
+
+def _in_steps(places: list[tuple[float, float]]) -> str:
+    """What is held stays as it is until it changes."""
+    (x, y), *others = places or [(0.0, 0.0)]
+    return f"M{10 * x:.1f} {y:.1f}" + "".join(f"H{10 * x:.1f}V{y:.1f}" for x, y in others)
+
+
+# Around 0, 0: disc, square, triangle, diamond, triangle, bar, hourglass, flag; what differs in colour differs here too
+SHAPES = (
+    "M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0 -9 0z",
+    "M-4 -4h8v8h-8z",
+    "M0 -5.5l5 9h-10z",
+    "M0 -6l5.5 6l-5.5 6l-5.5 -6z",
+    "M0 5.5l5 -9h-10z",
+    "M-6 -2h12v4h-12z",
+    "M-4 -5h8l-8 10h8z",
+    "M-4 -5l9 5l-9 5z",
+)
 
 
 def _mark(x: str, y: float, curve: Curve) -> Markup | None:
-    """A disc that is full where it was measured, a ring where it was predicted."""
+    """Full where it was measured, empty where it was predicted."""
     if curve.kind == "ideal":
         return None
-    return tag("circle", cx=x, cy=f"{y:.1f}", r=4.5, class_=f"mark {curve.kind} l{curve.colour % LINES}")
+    number = curve.colour % LINES
+    drawn = tag("path", d=SHAPES[number], class_=f"mark {curve.kind} l{number}")
+    return tag("svg", drawn, x=x, y=f"{y:.1f}", width=1, height=1)
 
 
 def _legend(curves: Sequence[Curve]) -> Markup:

@@ -15,9 +15,9 @@ def figure(name: str, caption: object, *inside: object, class_: str | None = Non
 
 def table(caption: str, columns: Sequence[object], rows: Sequence[Sequence[object]], *, words: int = 1) -> Markup:
     """Rows of cells, the first `words` of which are names. Wide ones scroll by themselves, not the page."""
-    head = tag("tr", [tag("th", column, scope="col") for column in columns])
+    heads = [tag("th", name, scope="col", class_="word" if at < words else None) for at, name in enumerate(columns)]
     body = [tag("tr", [_cell(cell, index, words) for index, cell in enumerate(row)]) for row in rows]
-    made = tag("table", tag("caption", caption), tag("thead", head), tag("tbody", *body), class_="numbers")
+    made = tag("table", tag("caption", caption), tag("thead", tag("tr", *heads)), tag("tbody", *body), class_="numbers")
     return tag("div", made, class_="scroll", role="region", aria_label=caption, tabindex=0)
 
 

@@ -48,7 +48,7 @@ def page(*, title: str, summary: object, parts: Sequence[Part], record: dict[str
 
 
 def _file(name: str) -> str:
-    return (files(__package__) / name).read_text(encoding="utf-8")
+    return (files("longring.bench.report") / name).read_text(encoding="utf-8")
 
 
 def _policy(style: str, script: str) -> str:

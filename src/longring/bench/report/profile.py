@@ -26,7 +26,9 @@ def verdict(told: Told) -> tuple[object, bool | None]:
     overlap = told["overlap"]
     if not overlap.is_number:
         return f"{len(told['ranks'].value or [])} ranks were recorded.", None
-    return together(shown(overlap, "share"), " of the communication was hidden behind computing."), None
+    hidden = together(shown(overlap, "share"), " of the time in which messages were under way was not spent waiting.")
+    faults = [fault.text for fault in told["faults"]]
+    return together(hidden, *(f" WRONG: {fault}." for fault in faults)), False if faults else None
 
 
 def parts(told: Told, tiles: list[Part]) -> list[Part]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from .bars import Bar
-from .bars import draw as draw_bars
+from . import cells
 from .figure import data_table, figure
 from .markup import Markup, tag, together
 from .svg import axis, hidden_svg, percent, rect
 from .told import Told, shown, spoken
 
 KINDS = ("compute", "merge", "send", "wait")
+WORDS = {"compute": "computing tiles", "merge": "merging results", "send": "sending", "wait": "waiting"}
 ABOVE = ("compute", "merge")
 LANE = 18
 MOST_SPANS = 1500  # of one rank; beyond it the shortest are left out, and the caption says so
@@ -69,7 +69,7 @@ def _span(span: Told, last: float) -> Markup:
 
 def _spoken(rank: Told) -> Markup:
     """The lane in a sentence, for who does not see it."""
-    spent = dict.fromkeys(KINDS, 0.0)
+    spent: dict[str, float] = dict.fromkeys(KINDS, 0.0)
     for span in rank["spans"]:
         kind = span["kind"].text
         spent[kind] = spent.get(kind, 0.0) + span["end"].number - span["start"].number
@@ -78,12 +78,11 @@ def _spoken(rank: Told) -> Markup:
 
 
 def _legend() -> Markup:
-    words = {"compute": "computing tiles", "merge": "merging results", "send": "sending", "wait": "waiting"}
     entries = [
         tag(
             "li",
             tag("svg", rect("1", 2, "26", 14, class_=f"span {kind}"), width=28, height=18, aria_hidden="true"),
-            f" {words[kind]}",
+            f" {WORDS[kind]}",
         )
         for kind in KINDS
     ]
@@ -113,15 +112,14 @@ def _table(ranks: Told) -> Markup:
 
 def draw_steps(name: str, told: Told) -> Markup:
     """Time by step, of the rank that took longest for each kind."""
-    bars = [
-        Bar(
-            f"{row['phase'].text} {row['step'].text}, {kind}",
-            row[kind],
-            kind=f"span {kind}",
+    kinds = [kind for kind in KINDS if any(row[kind].is_number for row in told)]
+    most = max((row[kind].number for row in told for kind in kinds), default=1.0) or 1.0
+    rows = [
+        (
+            f"{row['phase'].text}, step {row['step'].text}",
+            [cells.Cell(shown(row[kind], "seconds"), row[kind].number / most, f"span {kind}") for kind in kinds],
         )
         for row in told
-        for kind in KINDS
-        if row[kind].is_number
     ]
     caption = "Time by step: of computing, merging, sending and waiting, the rank that took longest."
-    return draw_bars(name, caption, bars, "seconds", what="phase, step and kind", value="seconds")
+    return figure(name, caption, cells.draw("Time by step", ["pass and step", *(WORDS[kind] for kind in kinds)], rows))
