@@ -14,6 +14,7 @@ from .. import __version__
 from ..errors import ArgumentError, LongringError
 from .conform import conform
 from .demo import demo
+from .doctor import doctor
 
 ORDER = ("doctor", "plan", "bench", "profile", "replay", "conform", "demo")
 """As one meets them: is all well here, what would it cost, what does it cost, is it right, show me."""
@@ -30,6 +31,7 @@ class _InOrder(TyperGroup):
 app = typer.Typer(cls=_InOrder, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command()(conform)
 app.command()(demo)
+app.command()(doctor)
 
 
 def _print_version(asked: bool) -> None:
