@@ -1,0 +1,430 @@
+"""One rank's forward and backward, watched: results, time, memory and bytes, and what was predicted for them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...autograd import attended, differentiated
+from ...call import Call, Choice, check_pattern, check_scale, choose_kernel, make_journey, pick_schedule
+from ...errors import ArgumentError, LongringError
+from ...geometry.layouts import deal
+from ...geometry.patterns import Pattern, Problem
+from ...geometry.plans import plan
+from ...geometry.task import Task, runs_over_sources, tiles_over_all_keys
+from ...kernels.contract import Upstream
+from ...plan.choose import choose_layout
+from ...plan.cost import estimates, typical
+from ...plan.event_pace import Pace
+from ...plan.hardware import Hardware, all_hardware
+from ...plan.memory import held
+from ...plan.traffic import BYTES
+from ...plan.work import pairs
+from ...schedules.buffers import release_buffers
+from ...schedules.select import check_schedule
+from ...transport.ledger import Ledger
+from ...transport.replay import FOLLOWED, Replay, check_followed
+from .checks import Check, Judge, Results, sampled_numbers, sampled_rows
+from .clock import Clock
+from .exact import Terms
+from .numbers import Numbers
+from .pairs import check_known
+from .peers import MadeUp, positions_of
+
+PRODUCTS = {"forward": 2, "backward": 5}  # matrix products for each pair: QK and PV; then QK again, dP, dQ, dK, dV
+MOST_TOKENS = 1 << 43  # positions that the generator tells apart
+
+Watch = Callable[[str, int, int], None]
+"""(what is being done, how much of it is done, of how much)."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Which rank of which ring, and of what."""
+
+    tokens: int
+    ranks: int
+    rank: int
+    pattern: Pattern
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    batch: int = 1
+    node_ranks: int | None = None
+    layout: str = "auto"
+    schedule: str = "auto"
+    kernel: str = "auto"
+    seed: int = 0
+
+
+class Made(NamedTuple):
+    """What a setting comes to."""
+
+    task: Task
+    layout: Choice
+    schedule: Choice
+    kernel: Choice
+    call: Call
+    door: Replay
+    numbers: Numbers
+    terms: Terms
+
+
+@dataclass
+class Phase:
+    """One pass. Seconds of every run without what it took to make the others up, which is `made_up`."""
+
+    name: str
+    runs: list[float] = field(default_factory=list)
+    made_up: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    planned_sent: int = 0
+    planned_received: int = 0
+    flops: int = 0
+    predicted_bytes: int | None = None
+    predicted_components: dict[str, int] | None = None
+    predicted_seconds: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The median; where there are several runs without the first, which also compiles and takes memory."""
+        return statistics.median(self.runs[1:] or self.runs)
+
+    @property
+    def bytes_agree(self) -> bool:
+        return (self.bytes_sent, self.bytes_received) == (self.planned_sent, self.planned_received)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "seconds": self.seconds,
+            "runs": self.runs,
+            "made_up_seconds": statistics.median(self.made_up[1:] or self.made_up),
+            "flops": self.flops,
+            "tflops": self.flops / self.seconds / 1e12 if self.seconds else None,
+            "peak_bytes": self.peak_bytes,
+            "predicted_bytes": self.predicted_bytes,
+            "predicted_components": self.predicted_components,
+            "predicted_seconds": self.predicted_seconds,
+            "bytes_sent": self.bytes_sent,
+            "planned_bytes_sent": self.planned_sent,
+            "bytes_received": self.bytes_received,
+            "planned_bytes_received": self.planned_received,
+        }
+
+
+@dataclass
+class Replayed:
+    """What was found out about one rank."""
+
+    setting: Setting
+    layout: Choice
+    schedule: Choice
+    kernel: Choice
+    local_tokens: int
+    workspace_bytes: int
+    phases: dict[str, Phase]
+    checks: list[Check]
+    hardware: str | None  # of the prediction of time
+    notes: list[str]
+
+    @property
+    def ok(self) -> bool:
+        return all(check.ok for check in self.checks) and all(phase.bytes_agree for phase in self.phases.values())
+
+    @property
+    def real(self) -> str:
+        """What was run, in words."""
+        setting, passes = self.setting, " and ".join(self.phases)
+        device = "this GPU" if setting.device.type == "cuda" else "this machine's CPU"
+        return (
+            f"One rank's full share was computed here, on {device}: the {passes} of rank {setting.rank} of "
+            f"{setting.ranks:,}, with its {self.local_tokens:,} of {setting.tokens:,} tokens, by the schedule, buffers "
+            "and kernels that a ring runs. Nothing was multiplied up; its time, memory and bytes were measured."
+        )
+
+    @property
+    def simulated(self) -> str:
+        """What was not."""
+        others = self.setting.ranks - 1
+        if not others:
+            return "Nothing: there is no other rank."
+        whose = "the other rank's" if others == 1 else f"the other {others:,} ranks'"
+        said = (
+            f"{whose.capitalize()} keys and values were generated from (seed, position) when they were due, which is "
+            "not part of the time; no link was used, and nothing waited for one."
+        )
+        if "backward" in self.phases:
+            said += " Their gradients were taken as zero, so that what the rank sent is its own contribution."
+        return said
+
+    def to_json(self) -> dict[str, Any]:
+        setting = self.setting
+        return {
+            "rank": setting.rank,
+            "ranks": setting.ranks,
+            "tokens": setting.tokens,
+            "local_tokens": self.local_tokens,
+            "layout": self.layout.name,
+            "schedule": self.schedule.name,
+            "schedule_reason": self.schedule.reason,
+            "kernel": self.kernel.name,
+            "device": str(setting.device),
+            "generator_bytes": self.workspace_bytes,
+            "hardware": self.hardware,
+            "phases": {name: phase.to_json() for name, phase in self.phases.items()},
+            "checks": [check.to_json() for check in self.checks],
+            "notes": self.notes,
+            "ok": self.ok,
+        }
+
+
+def replay(
+    setting: Setting,
+    *,
+    forward_only: bool = False,
+    samples: int = 64,
+    repeats: int = 1,
+    watch: Watch = lambda what, done, of: None,
+) -> Replayed:
+    """Run one rank of the ring, and check `samples` rows of everything that it finds."""
+    watch("planning", 0, 1)
+    made = make(setting, watch)
+    phases = [Phase("forward")] if forward_only else [Phase("forward"), Phase("backward")]
+    sent_gradients = 0
+    for phase in phases:
+        sent_gradients += _count(made, phase)
+    notes, hardware = [], _predict(made, setting, phases)
+    keep = sampled_numbers(sent_gradients, samples, setting.seed)
+    with torch.no_grad():
+        found = _run(made, setting, phases, keep, repeats)
+        release_buffers()
+        judge = Judge(made.task, setting.rank, made.terms, watch)
+        own_queries, own_keys = (layout.shards[setting.rank] for layout in (made.task.queries, made.task.keys))
+        vectors = sampled_rows(made.task, own_queries, samples, setting.seed + 1)
+        if forward_only:
+            checks = judge.forward(found, vectors)
+        else:
+            checks = judge.both(found, vectors, sampled_rows(made.task, own_keys, samples, setting.seed + 2))
+    if not vectors:
+        notes.append("this rank holds no token: there is nothing to check")
+    return Replayed(
+        setting,
+        made.layout,
+        made.schedule,
+        made.kernel,
+        made.task.queries.sizes[setting.rank],
+        made.numbers.workspace_bytes,
+        {phase.name: phase for phase in phases},
+        checks,
+        hardware and hardware.name,
+        notes,
+    )
+
+
+# --------------------------------------------------------------------------------------------------- making
+
+
+def make(setting: Setting, watch: Watch = lambda what, done, of: None) -> Made:
+    """Refuse what cannot be replayed; choose what was left to `auto`."""
+    if not 0 <= setting.rank < setting.ranks:
+        raise ArgumentError(f"rank must be from 0 to {setting.ranks - 1} of {setting.ranks} ranks, got {setting.rank}")
+    if setting.tokens > MOST_TOKENS:
+        raise ArgumentError(f"tokens must be at most {MOST_TOKENS:,} to be generated, got {setting.tokens:,}")
+    check_known(setting.pattern)
+    problem = Problem(setting.batch, setting.tokens, setting.tokens, setting.kv_heads, 0)
+    check_pattern(setting.pattern, problem)
+    layout = Choice(setting.layout, "asked for by name")
+    if setting.layout == "auto":
+        layout = Choice(*choose_layout(setting.pattern, setting.tokens))
+    dealt = deal(layout.name, setting.tokens, setting.ranks)
+    task = Task(setting.pattern, problem, dealt, dealt, setting.heads)
+    like = [
+        torch.empty(setting.batch, 0, heads, setting.head_dim, dtype=setting.dtype, device=setting.device)
+        for heads in (setting.heads, setting.kv_heads)
+    ]
+    schedule = _schedule(setting, task, like[0])
+    kernel, kernel_choice = choose_kernel(setting.kernel, *like, deterministic=False)
+    door = Replay(task, schedule.name, setting.rank, None, node_ranks=setting.node_ranks, watch=_steps_of(task, watch))
+    scale = check_scale(None, like[0])
+    journey = make_journey(task, door, kernel, schedule.name, scale, None)
+    numbers = Numbers(setting.seed, setting.head_dim, setting.device)
+    terms = Terms(numbers, setting.dtype, task.share, scale)
+    return Made(task, layout, schedule, kernel_choice, Call(journey, schedule, kernel_choice), door, numbers, terms)
+
+
+def _schedule(setting: Setting, task: Task, like: Tensor) -> Choice:
+    """What the engine would take, or of those that can be replayed the one that is estimated to be fastest."""
+    check_schedule(setting.schedule)
+    if setting.schedule != "auto":
+        check_followed(setting.schedule)
+    taken = pick_schedule(setting.schedule, task, like, setting.node_ranks or setting.ranks)
+    if taken.name in FOLLOWED:
+        return taken
+    found = estimates(
+        task,
+        head_dim=setting.head_dim,
+        itemsize=setting.dtype.itemsize,
+        node_ranks=setting.node_ranks or setting.ranks,
+        machine=typical(setting.device.type),
+    )
+    best = min((one for one in found if one.schedule in FOLLOWED), key=lambda one: one.seconds)
+    return Choice(best.schedule, f"the fastest that can be replayed; among real ranks auto would take {taken.name}")
+
+
+def _steps_of(task: Task, watch: Watch) -> Callable[[str, int], None]:
+    return lambda phase, posts: watch(phase, posts, max(task.ranks - 1, posts))
+
+
+def _count(made: Made, phase: Phase) -> int:
+    """What the plan says of the phase; how many vectors of gradients are sent in it."""
+    task, rank, d = made.task, made.door.rank, made.numbers.d
+    one: Any = plan(made.schedule.name, task, rank, made.door.node_ranks)
+    item, sent_gradients = made.terms.dtype.itemsize, 0
+    for post in one.forward() if phase.name == "forward" else one.backward():
+        phase.planned_sent += _bytes(post.sends, d, item)
+        phase.planned_received += _bytes(post.receives, d, item)
+        sent_gradients += sum(parcel.vectors for _, parcel in post.sends if parcel.kind == "gradients")
+    phase.flops = PRODUCTS[phase.name] * 2 * d * pairs(task, rank) * task.share
+    return sent_gradients
+
+
+def _bytes(parcels: tuple[tuple[int, Any], ...], head_dim: int, itemsize: int) -> int:
+    return sum(p.vectors * BYTES[p.kind](head_dim, itemsize, max(4, itemsize)) for _, p in parcels)
+
+
+# ----------------------------------------------------------------------------------------------- predicting
+
+
+def _predict(made: Made, setting: Setting, phases: list[Phase]) -> Hardware | None:
+    """Memory always; time where the device is one of those whose rates are known."""
+    machine, threads = _hardware(setting.device), torch.get_num_threads()
+    size = {"head_dim": setting.head_dim, "itemsize": setting.dtype.itemsize, "node_ranks": made.door.node_ranks}
+    for phase in phases:
+        kind: Any = phase.name
+        hold = held(
+            made.task,
+            made.schedule.name,
+            setting.rank,
+            **size,
+            phase=kind,
+            device=setting.device.type,
+            kernel=setting.kernel,
+            threads=threads,
+        )
+        phase.predicted_bytes, phase.predicted_components = hold.peak_bytes, dict(hold.components)
+        if machine is not None:
+            pace = Pace(machine, made.task, kind, setting.head_dim, setting.dtype.itemsize)
+            faster = threads if machine.device == "cpu" else 1  # its rates are of one core
+            phase.predicted_seconds = _computing(pace, made, setting.rank) / faster
+    return machine
+
+
+def _computing(pace: Pace, made: Made, rank: int) -> float:
+    """Of this rank, at the pace of the event simulation, which would wait for links besides."""
+    if made.schedule.name == "gather":
+        return pace.looking(tiles_over_all_keys(made.task, rank))
+    return sum(len(run.ranks) * pace.looking(run.tiles) for run in runs_over_sources(made.task, rank))
+
+
+def _hardware(device: torch.device) -> Hardware | None:
+    known = all_hardware()
+    if device.type == "cpu":
+        return known.get("cpu")
+    said = torch.cuda.get_device_name(device).lower().replace(" ", "")
+    return next((known[name] for name in known if name in said), None)
+
+
+# ------------------------------------------------------------------------------------------------- running
+
+
+def _run(made: Made, setting: Setting, phases: list[Phase], keep: list[int], repeats: int) -> Results:
+    memory = _on_gpu(setting.device) if setting.device.type == "cuda" else _on_cpu()
+    with memory as peak:
+        q, k, v = (_own(made, setting, name) for name in "qkv")
+
+        def forward() -> tuple[Tensor, Tensor]:
+            return attended(made.call, q, k, v)
+
+        out, lse = _timed(made, setting, phases[0], forward, repeats, ())[0]
+        phases[0].peak_bytes = peak()
+        if len(phases) == 1:
+            return Results(out, lse)
+        dout = _own(made, setting, "dout")
+
+        def backward() -> tuple[Tensor, Tensor, Tensor]:
+            return differentiated(made.call, Upstream(dout, None, out, lse), q, k, v)
+
+        (dq, dk, dv), peers = _timed(made, setting, phases[1], backward, repeats, keep)
+        phases[1].peak_bytes = peak()
+    return Results(out, lse, dq, dk, dv, peers.kept)
+
+
+def _timed(
+    made: Made, setting: Setting, phase: Phase, run: Callable[[], Any], repeats: int, keep: Any
+) -> tuple[Any, MadeUp]:
+    result = peers = None
+    for _ in range(repeats):
+        result = None  # freed before it is made anew
+        clock = Clock(setting.device)
+        peers = made.door.peers = MadeUp(made.task, made.numbers, clock, keep)
+        with clock.running():
+            result = run()
+        seconds, made_up = clock.seconds()
+        phase.runs.append(seconds)
+        phase.made_up.append(made_up)
+    assert peers is not None
+    phase.bytes_sent, phase.bytes_received = made.door.bytes_sent[phase.name], made.door.bytes_received[phase.name]
+    return result, peers
+
+
+def _own(made: Made, setting: Setting, tensor: str) -> Tensor:
+    """This rank's rows of a tensor."""
+    shard = made.task.queries.shards[setting.rank]
+    rows, heads = made.task.queries.sizes[setting.rank], setting.kv_heads if tensor in "kv" else setting.heads
+    x = torch.empty(setting.batch, rows, heads, setting.head_dim, dtype=setting.dtype, device=setting.device)
+    for batch in range(setting.batch):
+        at = 0
+        for positions in positions_of(shard, range(rows)):
+            made.numbers.fill(x[batch, at : at + len(positions)], tensor, batch, positions, range(heads))
+            at += len(positions)
+    return x
+
+
+@contextmanager
+def _on_cpu() -> Iterator[Callable[[], int]]:
+    """A reading is the most bytes of all tensors at one time since the one before."""
+    with Ledger() as ledger:
+
+        def peak() -> int:
+            found, ledger.peak_bytes = ledger.peak_bytes, ledger.live_bytes
+            return found
+
+        yield peak
+
+
+@contextmanager
+def _on_gpu(device: torch.device) -> Iterator[Callable[[], int]]:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)  # the generator's
+
+    def peak() -> int:
+        torch.cuda.synchronize(device)
+        found = torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.reset_peak_memory_stats(device)
+        return found
+
+    try:
+        yield peak
+    except torch.cuda.OutOfMemoryError as error:
+        raise LongringError(f"this GPU's memory does not hold the rank's share: {error}") from error
