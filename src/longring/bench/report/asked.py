@@ -92,12 +92,13 @@ def pattern_of(arguments: dict[str, Any]) -> Pattern:
 def _written_out(text: str) -> Pattern:
     """Dense(causal=True, ...) or Dilated(...), read without being run."""
     try:
-        call = ast.parse(text, mode="eval").body
-        assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args
-        words = {word.arg or "": ast.literal_eval(word.value) for word in call.keywords}
-        return {"Dense": Dense, "Dilated": Dilated}[call.func.id](**words)
-    except (SyntaxError, ValueError, AssertionError, KeyError, TypeError) as failure:
+        match ast.parse(text, mode="eval").body:
+            case ast.Call(func=ast.Name(id="Dense" | "Dilated" as name), args=[], keywords=words):
+                values = {word.arg or "": ast.literal_eval(word.value) for word in words}
+                return (Dense if name == "Dense" else Dilated)(**values)
+    except (SyntaxError, ValueError, TypeError) as failure:
         raise LongringError(f"the record's pattern {text!r} cannot be read") from failure
+    raise LongringError(f"the record's pattern {text!r} cannot be read")
 
 
 def spoken_pattern(pattern: Pattern) -> str:

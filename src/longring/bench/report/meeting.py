@@ -86,11 +86,12 @@ class _Steps:
         self.run, self.task = run, task
         self._visits = cache(self._visited)
 
-    def of(self, mine: Stretch, theirs: Stretch) -> int | None:
+    def of(self, mine: Stretch, theirs: Stretch) -> list[int]:
+        """One step, or two where the halves of a stretch come from two sides."""
         visits = self._visits(mine.rank)
         if visits is None or mine.rank == theirs.rank:
-            return 0  # gather has everything at hand at once
-        return next((step for step, frame in visits.get(theirs.rank, []) if _touch(frame, theirs.rows)), None)
+            return [0]  # gather has everything at hand at once
+        return [step for step, frame in visits.get(theirs.rank, []) if _touch(frame, theirs.rows)]
 
     def _visited(self, rank: int) -> dict[int, list[tuple[int, range]]] | None:
         made = plan(self.run.schedule, self.task, rank, self.run.node_ranks)
@@ -175,8 +176,8 @@ def _cell(told: Told, row: int, col: int, densest: float) -> Markup | None:
     box = tag("rect", x=10 * col, y=10 * row, width=9.4, height=9.4, class_=f"r{mine['rank'] % 8} d{shade}")
     if not _is_numbered(told):
         return box
-    step = told["steps"].value[row][col] if told["steps"] else None
-    word = f"{mine['rank']}" if step is None or told["by_heads"].value else f"{mine['rank']}·{step}"
+    steps = told["steps"].value[row][col] if told["steps"] else []
+    word = "·".join(filter(None, (str(mine["rank"]), "/".join(map(str, steps)))))
     return together(
         box,
         tag(
@@ -184,7 +185,7 @@ def _cell(told: Told, row: int, col: int, densest: float) -> Markup | None:
             word,
             x=10 * col + 4.7,
             y=10 * row + 6.1,
-            font_size=4,
+            font_size=4 if len(word) < 5 else 3,
             text_anchor="middle",
             class_="on-rank" if shade > SHADES // 2 else "on-ground",
         ),
