@@ -35,6 +35,18 @@ def a_count(name: str, least: int = 1) -> Callable[[str], int]:
     return read
 
 
+def a_size(name: str) -> Callable[[str], int]:
+    """Reads 40GiB, 40G and 512MiB: a count of bytes, with or without a B behind it, or 0."""
+
+    def read(text: str) -> int:
+        try:
+            return count(str(text).strip().removesuffix("B"), of=name, least=0)
+        except ArgumentError:
+            raise _Refused(f"{name} must be a size like 40GiB, 512MiB or 0, got {text!r}") from None
+
+    return read
+
+
 Tokens = Annotated[
     int,
     typer.Option(
@@ -134,8 +146,8 @@ def _branch(text: str) -> tuple[int, int]:
     return count(length, of="a segment length of --dilated"), count(rate, of="a rate of --dilated")
 
 
-def check_writable(path: Path | None) -> None:
-    """Refuse a report path before the work, not after it; nothing is left there until there is a report."""
+def check_writable(path: Path | None, option: str = "--report") -> None:
+    """Refuse a path before the work, not after it; nothing is left there until there is something to write."""
     if path is None:
         return
     try:
@@ -146,4 +158,4 @@ def check_writable(path: Path | None) -> None:
         if not was_there:
             path.unlink()
     except OSError as failure:
-        raise ArgumentError(f"--report {path} cannot be written: {failure.strerror or failure}") from failure
+        raise ArgumentError(f"{option} {path} cannot be written: {failure.strerror or failure}") from failure
