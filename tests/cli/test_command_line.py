@@ -1,17 +1,20 @@
 """The command line as a whole, in processes of its own: help, failures, Ctrl-C, a reader that leaves."""
 
+import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from longring import __version__
 from longring.cli import ORDER, app
 
+DOCS = Path(__file__).parents[2] / "docs"
 HEAVY = {"torch", "numpy", "matplotlib", "rich", "transformers"}
 
 # A command that does as it is told, beside the real ones.
@@ -230,3 +233,27 @@ assert "torch" not in sys.modules
     assert told["arguments"] == {"tokens": 7, "report": "a/b"}
     assert set(told["versions"]) == {"longring", "torch", "python"}
     assert told["machine"]["cores"] >= 1
+
+
+# ------------------------------------------------------------------------------------------------ the document
+
+
+def document():
+    """docs/write_command_line.py, as a module."""
+    spec = importlib.util.spec_from_file_location("write_command_line", DOCS / "write_command_line.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+SHOWN = {found["command"]: found[0] for found in document().SHOWN.finditer((DOCS / "command_line.md").read_text())}
+
+
+@pytest.mark.parametrize("command", SHOWN)
+def test_the_document_shows_what_the_command_prints(command):
+    assert document().renewed(SHOWN[command]) == SHOWN[command], "run python docs/write_command_line.py"
+
+
+def test_the_document_shows_every_commands_help_in_order():
+    helps = [command.split()[1] for command in SHOWN if command.endswith(" --help") and len(command.split()) == 3]
+    assert helps == [name for name in ORDER if name in names()]

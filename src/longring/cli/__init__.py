@@ -15,6 +15,8 @@ from ..errors import ArgumentError, LongringError
 from .conform import conform
 from .demo import demo
 from .doctor import doctor
+from .profile import profile
+from .replay import replay
 
 ORDER = ("doctor", "plan", "bench", "profile", "replay", "conform", "demo")
 """As one meets them: is all well here, what would it cost, what does it cost, is it right, show me."""
@@ -29,9 +31,11 @@ class _InOrder(TyperGroup):
 
 # Plain help: what it would take to colour it is twice the time of showing it.
 app = typer.Typer(cls=_InOrder, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app.command()(doctor)
+app.command()(profile)
+app.command()(replay)
 app.command()(conform)
 app.command()(demo)
-app.command()(doctor)
 
 
 def _print_version(asked: bool) -> None:

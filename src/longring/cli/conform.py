@@ -37,7 +37,7 @@ QUANTITIES = {
 
 def conform(
     function: Annotated[
-        str, typer.Argument(metavar="[PACKAGE.MODULE:FUNCTION]", help="What to judge.", show_default="longring's own")
+        str, typer.Argument(metavar="PACKAGE.MODULE:FUNCTION", help="What to judge.", show_default="longring's own")
     ] = OURS,
     only: Annotated[
         list[str] | None,
@@ -75,14 +75,14 @@ def conform(
 
     \b
         def function(q, k, v, *, group, pattern, layout, length):
-            ...  # group: of torch.distributed; pattern: longring.Dense or longring.Dilated
             return out  # or (out, lse)
 
-    What it does not serve it should refuse by raising. What it returns is judged, forward and each gradient, against
-    the float64 definition; the error allowed comes from the dtype.
+    The group is one of torch.distributed, the pattern a longring.Dense or longring.Dilated. What the function does not
+    serve it should refuse by raising. What it returns is judged, forward and each gradient, against the float64
+    definition; the error allowed comes from the dtype.
 
     \b
-        longring conform                                   # our own
+        longring conform
         longring conform mypackage.ring:attention --only causal --ranks 2,4
         longring conform --list
 

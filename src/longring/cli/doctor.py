@@ -53,7 +53,7 @@ def doctor(
     ] = 30.0,
     as_json: options.AsJson = False,
 ) -> None:
-    """Is all well here? Versions, devices, kernels, transports, network.
+    """What this machine has, and whether all is well.
 
     Says which kernels and transports would be taken on this machine and why others refuse, what in the environment
     slows NCCL or Gloo down or breaks them, and what to do about it. Then two processes compute ring and dilated
@@ -62,7 +62,7 @@ def doctor(
 
     \b
         longring doctor
-        longring doctor --nodes 4 --ranks 8    # as one of four machines, with eight ranks on each
+        longring doctor --nodes 4 --ranks 8    # one of four machines
 
     Exit code 1 if the self-test fails, or if something is set that will fail or hang.
     """
