@@ -117,9 +117,7 @@ class Lane:
         return shared(self._rows(owner, before), self._rows(owner, behind))
 
     def _rows(self, owner: int, steps: range) -> tuple[range, ...]:
-        first = self.first_row(owner)
-        seen = rows_seen(self.task, owner, tuple(self.route.hosts(owner, steps)))
-        return tuple(range(r.start + first, r.stop + first) for r in seen)
+        return _rows_seen(self, owner, steps)
 
     def _shares(self, rows: tuple[range, ...]) -> tuple[Share, ...]:
         problem = self.task.problem
@@ -165,6 +163,14 @@ class Lane:
     def _parcel(self, sender: int, receiver: int, owner: int, shares: tuple[Share, ...], kind: str) -> Parcel | None:
         stride, first = self.seats
         return Parcel(stride * sender + first, stride * receiver + first, owner, shares, kind) if shares else None
+
+
+@lru_cache(maxsize=1024)
+def _rows_seen(lane: Lane, owner: int, steps: range) -> tuple[range, ...]:
+    """Rows of the lane's portion that hosts of these steps see; rows and both ways of gradients ask it in turn."""
+    first = lane.first_row(owner)
+    seen = rows_seen(lane.task, owner, tuple(lane.route.hosts(owner, steps)))
+    return tuple(range(r.start + first, r.stop + first) for r in seen)
 
 
 @lru_cache(maxsize=1024)
