@@ -174,7 +174,7 @@ class Judge:
     def _asked(self, vectors: Sequence[Vector]) -> Iterator[Asked]:
         """Together where all see nearly all keys, one by one where each sees a few of its own."""
         pattern, problem = self.task.pattern, self.task.problem
-        if isinstance(pattern, Dense) and pattern.window is None:
+        if isinstance(pattern, Dense) and pattern.limits[0] is None:
             for batch in sorted({vector.batch for vector in vectors}):
                 rows = tuple(sorted({vector.position for vector in vectors if vector.batch == batch}))
                 seen = [keys_of(pattern, problem.n_k, row, 0, problem.kv_heads) for row in rows]
