@@ -164,9 +164,9 @@ def _watched(
 
 def _print(console: Console, found: Replayed, report: Path | None) -> None:
     setting = found.setting
-    heads = (
-        f"{setting.heads} heads" if setting.heads == setting.kv_heads else f"{setting.heads}/{setting.kv_heads} heads"
-    )
+    heads = f"{setting.heads} head{'s' if setting.heads > 1 else ''}"
+    if setting.kv_heads < setting.heads:
+        heads = f"{setting.heads}/{setting.kv_heads} heads"
     dtype = str(setting.dtype).removeprefix("torch.")
     console.print(
         f"rank {setting.rank:,} of {setting.ranks:,}: {found.local_tokens:,} of {setting.tokens:,} tokens, "
