@@ -6,13 +6,12 @@ when it is timed the buffers hold what came last, and what a rank computes, merg
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ...call import check_scale, choose_kernel, make_journey
-from ...geometry.itinerary import Post
 from ...geometry.layouts import Shard, deal
 from ...geometry.parcels import Parcel
 from ...geometry.patterns import Pattern, Problem
@@ -23,38 +22,10 @@ from ...plan.work import pairs
 from ...schedules.gather import take_rows
 from ...schedules.parcels import add_parcel, pack
 from ...schedules.select import SCHEDULES
-from ...transport.contract import Receives, Sends, Terms
+from ...transport.replay import Replay
 from .check import Result
 from .contest import Entry
 from .given import Given
-
-
-class InPlace:
-    """The transport of a rank that is played alone: whatever it waits for is there."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size, self.node_ranks, self.members = rank, size, size, tuple(range(size))
-        self.delivery: Delivery | None = None
-
-    def decline(self, error: Exception) -> None:
-        return None
-
-    def converse(self, terms: Terms, *, timeout: float | None = None) -> InPlace:
-        return self
-
-    def post(self, sends: Sends, receives: Receives, *, what: str) -> InPlace:
-        if self.delivery is not None:
-            self.delivery.carry_out(sends, receives)
-        return self
-
-    def wait(self) -> None:
-        return None
-
-    def __enter__(self) -> InPlace:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        return None
 
 
 class Delivery:
@@ -63,18 +34,10 @@ class Delivery:
     So each gradient that leaves a rank is the rank's own part, and the parts together are the whole.
     """
 
-    def __init__(self, posts: Iterator[Post[Parcel]], ring: VirtualRing) -> None:
-        self._posts, self._ring = posts, ring
+    def __init__(self, ring: VirtualRing) -> None:
+        self._ring = ring
 
-    def carry_out(self, sends: Sends, receives: Receives) -> None:
-        post = next(self._posts)
-        for (_, parcel), buffers in zip(post.receives, _of_keys_and_values(receives), strict=True):
-            self._bring(parcel, buffers)
-        for (_, parcel), tensors in zip(post.sends, _of_keys_and_values(sends), strict=True):
-            if parcel.kind == "gradients":
-                self._ring.add_gradients(parcel, tensors)
-
-    def _bring(self, parcel: Parcel, buffers: Sequence[Tensor]) -> None:
+    def bring(self, parcel: Parcel, buffers: tuple[Tensor, Tensor]) -> None:
         if parcel.kind == "gradients":
             for buffer in buffers:
                 buffer.zero_()
@@ -82,10 +45,9 @@ class Delivery:
         for x, buffer in zip(self._ring.keys_of(parcel.owner), buffers, strict=True):
             buffer.copy_(pack(x, parcel, range(x.shape[1])))
 
-
-def _of_keys_and_values(messages: Sends | Receives) -> Iterator[tuple[Tensor, Tensor]]:
-    tensors = iter([x for _, x in messages])
-    return zip(tensors, tensors, strict=True)
+    def take(self, parcel: Parcel, tensors: tuple[Tensor, Tensor]) -> None:
+        if parcel.kind == "gradients":
+            self._ring.add_gradients(parcel, tensors)
 
 
 class VirtualRing(Entry):
@@ -104,7 +66,7 @@ class VirtualRing(Entry):
         self._x = x
         self._mine = {rank: [take_rows(y, dealt.shards[rank]) for y in (x.q, x.k, x.v)] for rank in self.only}
         self._dout = {rank: take_rows(x.upstream, dealt.shards[rank]) for rank in self.only}
-        self._transports = {rank: InPlace(rank, ranks) for rank in self.only}
+        self._transports = {rank: Replay(self.task, "ring", rank, None) for rank in self.only}
         kernel, self.chosen = choose_kernel("auto", x.q, x.k, False)
         scale = check_scale(None, x.q)
         self._journeys = {
@@ -143,18 +105,17 @@ class VirtualRing(Entry):
     def result(self) -> Result:
         """With every message delivered. Where only some ranks are played dk and dv are parts, and left out."""
         for rank in self.only:
-            self._transports[rank].delivery = Delivery(self._journeys[rank].plan.forward(), self)
+            self._transports[rank].peers = Delivery(self)
             self._found[rank] = self._forward(rank)
         k = self._x.k
         dk, dv = (torch.zeros(k.shape, dtype=accumulator_dtype(k.dtype), device=k.device) for _ in "kv")
         self._sums = dk, dv
         dq = []
         for rank in self.only:
-            self._transports[rank].delivery = Delivery(self._journeys[rank].plan.backward(), self)
             mine, *own = self._backward(rank)
             dq.append(mine)
             self._add(self.task.keys.shards[rank], own)
-            self._transports[rank].delivery = None
+            self._transports[rank].peers = None
         self._sums = None
         order = self._positions().argsort().to(k.device)
         out, lse = zip(*(self._found[rank] for rank in self.only), strict=True)
