@@ -131,7 +131,7 @@ def test_whatever_is_not_markup_is_escaped():
         (3 * 2**20, "bytes", "3 MiB"),
         (0.00123, "seconds", "1.23 ms"),
         (0.873, "share", "87.3 %"),
-        (1.0349, "times", "1.03 x"),
+        (1.0349, "ratio", "1.03"),
         (2.13e-7, "error", "2.13e-07"),
         (None, "bytes", "-"),
         (True, "", "yes"),
@@ -211,8 +211,8 @@ def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reports")
     made = {command: write(folder / f"{command}.html", command, make()) for command, make in reported.EXAMPLES.items()}
     made["demo"] = folder / "demo.html"
-    small = ("--tokens", "67", "--head-dim", "8", "--heads", "4", "--kv-heads", "2", "--out", str(folder / "pictures"))
-    command = [sys.executable, "-c", "from longring.cli import main; main()", "demo", *small]
+    small = ("--tokens", "67", "--ranks", "2", "--head-dim", "8", "--heads", "4", "--kv-heads", "2")
+    command = [sys.executable, "-c", "from longring.cli import main; main()", "demo", *small, "--out", str(folder)]
     done = subprocess.run([*command, "--report", str(made["demo"])], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return made
@@ -299,7 +299,7 @@ def test_every_number_of_the_record_is_shown(opened, command):
 
 @needs_browser
 def test_the_keyboard_reaches_the_slider_and_moves_it(opened):
-    page = opened("demo")
+    page = opened("profile")
     for _ in range(40):
         page.press("Tab")
         if page.evaluate("document.activeElement.type") == "range":

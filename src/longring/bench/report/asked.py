@@ -104,7 +104,8 @@ def _written_out(text: str) -> Pattern:
 def spoken_pattern(pattern: Pattern) -> str:
     if isinstance(pattern, Dilated):
         branches = ", ".join(f"{w:,}:{r}" for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True))
-        return f"{'causal' if pattern.causal else 'full'} dilated attention (segments and rates {branches})"
+        block = ", block phases" if pattern.phase == "block" else ""
+        return f"{'causal' if pattern.causal else 'full'} dilated attention (segments and rates {branches}{block})"
     name = "causal attention" if pattern.causal else "full attention"
     if pattern.window is not None:
         name += " in a window"

@@ -17,7 +17,7 @@ FILLS = 12  # of parts; a thirteenth begins again, and its letter tells it apart
 
 @dataclass(frozen=True)
 class Bar:
-    """One row: a length, or the parts it is the sum of; quartiles where there are; words behind it."""
+    """One row: a length, or the parts it is the sum of; quartiles where there are; more columns behind it."""
 
     name: object
     value: Told
@@ -26,7 +26,7 @@ class Bar:
     high: Told | None = None
     limit: Told | None = None  # a mark to stay below
     kind: str = "measured"
-    note: object = None
+    more: Sequence[object] = ()
 
     @property
     def reach(self) -> float:
@@ -42,16 +42,17 @@ def draw(
     *,
     what: str,
     value: str = "value",
-    note: str | None = None,
+    more: Sequence[str] = (),
 ) -> Markup:
-    """`what` heads the column of names, `value` that of numbers, `note` that of words."""
+    """`what` heads the column of names, `value` that of numbers, `more` those behind them."""
     most = max((bar.reach for bar in bars), default=0.0)
     letters = _letters(bars)
-    columns = [what, tag("span", "drawn", class_="unseen"), value, *([note] if note else [])]
-    head = tag("tr", [tag("th", column, scope="col") for column in columns])
-    rows = [_row(bar, most, unit, letters, bool(note)) for bar in bars]
-    foot = tag("tr", tag("td"), tag("td", axis(most, unit)), tag("td"), tag("td") if note else None, aria_hidden="true")
-    drawn = tag("table", tag("thead", head), tag("tbody", *rows), tag("tfoot", foot), class_="bars")
+    columns = [what, tag("span", "drawn", class_="unseen"), value, *more]
+    heads = [tag("th", name, scope="col", class_="more" if at > 2 else None) for at, name in enumerate(columns)]
+    rows = [_row(bar, most, unit, letters, more) for bar in bars]
+    blank = [tag("td") for _ in range(1 + len(more))]
+    foot = tag("tr", tag("td"), tag("td", axis(most, unit)), *blank, aria_hidden="true")
+    drawn = tag("table", tag("thead", tag("tr", *heads)), tag("tbody", *rows), tag("tfoot", foot), class_="bars")
     return figure(name, caption, _legend(letters), drawn, _parts_table(bars, letters, unit, what))
 
 
@@ -61,22 +62,30 @@ def _letters(bars: Sequence[Bar]) -> dict[str, str]:
     return {part: ascii_lowercase[index % 26] for index, part in enumerate(names)}
 
 
-def _row(bar: Bar, most: float, unit: str, letters: dict[str, str], with_note: bool) -> Markup:
+def _row(bar: Bar, most: float, unit: str, letters: dict[str, str], more: Sequence[str]) -> Markup:
     spread = None
     if bar.low is not None and bar.high is not None and bar.low.is_number and bar.high.is_number:
         spread = tag("small", " (", shown(bar.low, unit), " to ", shown(bar.high, unit), ")")
+    others = [*bar.more, *("" for _ in range(len(more) - len(bar.more)))]
     return tag(
         "tr",
         tag("th", bar.name, scope="row"),
         tag("td", _drawn(bar, most, unit, letters), class_="drawn"),
         tag("td", shown(bar.value, unit), spread),
-        tag("td", bar.note, class_="word") if with_note else None,
+        [
+            tag("td", word, class_="word", data_head=head if word else None)
+            for head, word in zip(more, others, strict=True)
+        ],
     )
+
+
+def _more(head: str, word: object) -> Markup:
+    return tag("td", word, class_="word", data_head=head if word else None)
 
 
 def _drawn(bar: Bar, most: float, unit: str, letters: dict[str, str]) -> Markup:
     body = _stack(bar, most, unit, letters) if bar.parts else [_whole(bar, most)]
-    return hidden_svg(*body, _spread(bar, most), _limit(bar, most, unit), height=HEIGHT, class_="bar")
+    return hidden_svg(*body, _spread(bar, most), _limit(bar, most, unit), height=HEIGHT, class_=f"bar {bar.kind}")
 
 
 def _whole(bar: Bar, most: float) -> Markup:

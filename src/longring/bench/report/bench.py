@@ -17,8 +17,7 @@ from .told import Told, shown, spoken
 Group = tuple[str, str, str, int, int]
 LONG = 24  # rows, beyond which a table is folded
 KINDS = {
-    "ours": "longring",
-    "kernel": "PyTorch's own kernel",
+    "kernel": "a kernel called directly",
     "package": "an installed package",
     "re-created": "re-created here after its authors' description",
 }
@@ -51,7 +50,10 @@ def verdict(told: Told) -> tuple[object, bool | None]:
     wrong = [row for row in told["rows"] if not _is_right(row)]
     ours = [row for row in wrong if row["kind"].value == "ours"]
     failures = len(told["failures"].value or [])
-    text = f"{_rows(len(told['rows'].value or []))}, each checked against the float64 definition before it was timed: "
+    rows = list(told["rows"])
+    judged = sum(bool(row["allowed"]) for row in rows)
+    which = "each" if judged == len(rows) else f"{judged:,} of them"
+    text = f"{_rows(len(rows))}, {which} checked against the float64 definition before it was timed: "
     if not wrong and not failures:
         return text + "all are right.", True
     blame = [f"{_rows(len(wrong))} wrong, {len(ours) or 'none'} of them longring's"] if wrong else ["all are right"]
@@ -86,8 +88,17 @@ def _seconds(row: dict[str, Any]) -> float | None:
 
 
 def _scaling_key(row: dict[str, Any]) -> str:
-    words = [row.get("scenario"), row.get("case"), row.get("phase")]
-    return ", ".join(dict.fromkeys(str(word) for word in words if word)) + f", {spoken(row.get('tokens'))} tokens"
+    """What a row has in common with those that differ in ranks and name alone."""
+    words = [row.get("scenario"), _shape_words(row), row.get("phase"), f"{spoken(row.get('tokens'))} tokens"]
+    return ", ".join(dict.fromkeys(str(word) for word in words if word))
+
+
+def _shape_words(row: dict[str, Any]) -> str:
+    if row.get("dilated"):
+        return f"dilated {row['dilated']}"
+    window = f"window {row['window']:,}" if row.get("window") else ""
+    causal = "" if row.get("causal") is None else "causal" if row["causal"] else "full"
+    return ", ".join(filter(None, (causal, window)))
 
 
 def _scaling_groups(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -156,13 +167,17 @@ def _group(row: Told) -> Group:
 
 
 def _spoken(group: Group) -> str:
+    """The case, and what it does not say itself."""
     scenario, case, phase, tokens, ranks = group
-    words = [*dict.fromkeys(word for word in (scenario, case, phase) if word), f"{tokens:,} tokens"]
-    return ", ".join([*words, f"{ranks} rank{'s' if ranks > 1 else ''}"])
+    words = [case or scenario, phase]
+    words += [f"{tokens:,} tokens"] if tokens and "n =" not in case else []
+    words += [f"{ranks} rank{'s' if ranks > 1 else ''}"] if "rank" not in case else []
+    return ", ".join(dict.fromkeys(filter(None, words)))
 
 
 def _bars(name: str, group: Group, rows: Sequence[Told]) -> Markup:
     ordered = sorted(rows, key=lambda row: row["time"]["median"].number)
+    against = list(dict.fromkeys(key for row in ordered for key, ratio in row["ratios"].items() if ratio.is_number))
     made = [
         bars.Bar(
             _name(row),
@@ -170,28 +185,34 @@ def _bars(name: str, group: Group, rows: Sequence[Told]) -> Markup:
             low=row["time"]["low"],
             high=row["time"]["high"],
             kind="faulty" if not _is_right(row) else "ours" if row["kind"].value == "ours" else "other",
-            note=_note(row),
+            more=(*(_ratio(row["ratios"][key]) for key in against), shown(row["tflops"]), _verdict(row)),
         )
         for row in ordered
     ]
-    caption = f"{_spoken(group)[0].upper()}{_spoken(group)[1:]}: time."
-    return bars.draw(name, caption, made, "seconds", what="who", value="median (quartiles)", note="beside others")
+    return bars.draw(
+        name,
+        f"{group[0][:1].upper()}{group[0][1:]}: {_spoken(group)}.",
+        made,
+        "seconds",
+        what="who",
+        value="median (quartiles)",
+        more=(*(key if key.startswith("times") else f"times {key}" for key in against), "TFLOP/s", "verdict"),
+    )
+
+
+def _ratio(ratio: Told) -> Markup | None:
+    return shown(ratio, "ratio") if ratio.is_number else None
+
+
+def _verdict(row: Told) -> Markup:
+    return mark(True) if _is_right(row) else together(mark(False), f" {row['note'].text}")
 
 
 def _name(row: Told) -> Markup:
     how = ", ".join(dict.fromkeys(filter(None, (row["schedule"].text, row["layout"].text, row["kernel"].text))))
-    kind = KINDS.get(row["kind"].text, row["kind"].text)
-    return together(row["name"].text, tag("small", f" {kind}" + (f" ({how})" if how else "")))
-
-
-def _note(row: Told) -> Markup:
-    ratios = [
-        together(shown(ratio, "times"), f" {against}") for against, ratio in row["ratios"].items() if ratio.is_number
-    ]
-    rate = [shown(row["tflops"], "tflops")] if row["tflops"].is_number else []
-    words: list[object] = [] if _is_right(row) else [mark(False), row["note"].text]
-    words += [*rate, *ratios]
-    return together(*(together("; " if index else "", word) for index, word in enumerate(filter(None, words))))
+    kind = "" if row["kind"].value == "ours" else KINDS.get(row["kind"].text, row["kind"].text)
+    words = ", ".join(filter(None, (kind, how)))
+    return together(row["name"].text, tag("small", f" ({words})") if words else None)
 
 
 # ------------------------------------------------------------------------------------------------ scaling
@@ -215,14 +236,15 @@ def _against_ranks(told: Told, rows: list[Told]) -> Iterator[Markup]:
 
 
 def _against_tokens(rows: list[Told]) -> Iterator[Markup]:
-    groups: dict[tuple[str, str, int], list[Told]] = {}
+    groups: dict[tuple[str, str, str, int], list[Told]] = {}
     for row in rows:
-        groups.setdefault((row["scenario"].text, row["phase"].text, int(row["ranks"].number or 1)), []).append(row)
+        key = row["scenario"].text, _shape_words(row.value), row["phase"].text, int(row["ranks"].number or 1)
+        groups.setdefault(key, []).append(row)
     wide = {key: some for key, some in groups.items() if len({row["tokens"].value for row in some}) > 1}
-    most = max((ranks for _, _, ranks in wide), default=0)
-    for index, ((scenario, phase, ranks), some) in enumerate(wide.items()):
+    most = max((key[-1] for key in wide), default=0)
+    for index, ((*names, ranks), some) in enumerate(wide.items()):
         if ranks == most and index < 8:
-            words = ", ".join(filter(None, (scenario, phase)))
+            words = ", ".join(filter(None, names))
             yield curves.draw(
                 f"tokens{index}",
                 f"Time against the length of the sequence: {words}, {ranks} rank{'s' if ranks > 1 else ''}. "
@@ -267,7 +289,7 @@ def _memory(rows: list[Told]) -> list[Markup]:
         words = ", ".join(filter(None, (scenario, phase)))
         caption = (
             f"Most bytes that a rank held against the number of ranks: {words}, {spoken(int(longest))} tokens. "
-            "Solid or lettered bars were measured; striped ones, and those called so, are predicted by the plan."
+            "Under what was measured stands what the plan predicts, with dashed outlines."
         )
         drawn = [bar for row in ordered for bar in _held_bars(row)]
         made.append(

@@ -45,11 +45,11 @@ def _plain(value: Any) -> str:
 
 def command_line(record: dict[str, Any]) -> str:
     """As it could be typed; options that were left alone are not typed."""
-    if isinstance(record.get("command_line"), str):
-        return record["command_line"]
+    if isinstance(record.get("line"), str):
+        return record["line"]
     words = ["longring", str(record.get("command", ""))]
     for key, value in (record.get("arguments") or {}).items():
-        option = "--" + str(key).replace("_", "-")
+        option = "--" + str(key).removeprefix("as_").replace("_", "-")
         if value is True:
             words.append(option)
         elif value not in (None, False, [], "") and not isinstance(value, dict):

@@ -60,9 +60,7 @@ def _memory(rows: list[tuple[str, Told]]) -> Markup:
             title,
             _fullest(row["peak_bytes"]),
             limit=row["peak_bytes_alone"],
-            note=together(
-                shown(row["share_of_one_rank"], "share"), " of one rank's ", shown(row["peak_bytes_alone"], "bytes")
-            ),
+            more=(shown(row["share_of_one_rank"], "share"), shown(row["peak_bytes_alone"], "bytes")),
         )
         for title, row in rows
     ]
@@ -70,7 +68,9 @@ def _memory(rows: list[tuple[str, Told]]) -> Markup:
         "Most bytes that the fullest rank held at a time, forward and backward, counted by the engine's ledger. The "
         "dashed mark is what one rank needs that does everything alone."
     )
-    return bars.draw("held", caption, made, "bytes", what="case", value="fullest rank", note="beside one rank alone")
+    return bars.draw(
+        "held", caption, made, "bytes", what="case", value="fullest rank", more=("share of", "one rank alone")
+    )
 
 
 def _fullest(ranks: Told) -> Told:
@@ -90,9 +90,9 @@ def _sent(rows: list[tuple[str, Told]]) -> Markup:
                 " the plan's ",
                 shown(planned, "bytes"),
             )
-            made.append(bars.Bar(f"{title}: {phase}", sent, limit=planned, note=note))
+            made.append(bars.Bar(f"{title}: {phase}", sent, limit=planned, more=(note,)))
     caption = "Bytes sent by the rank that sends most. The dashed mark is what the plan had predicted for that rank."
-    return bars.draw("sent", caption, made, "bytes", what="case and pass", value="sent", note="beside the plan")
+    return bars.draw("sent", caption, made, "bytes", what="case and pass", value="sent", more=("beside the plan",))
 
 
 def _table(rows: list[tuple[str, Told]]) -> Markup:

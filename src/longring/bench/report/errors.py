@@ -27,8 +27,13 @@ class Judged(NamedTuple):
         return self.error.number / self.allowed.number
 
     @property
+    def is_judged(self) -> bool:
+        return self.allowed.is_number
+
+    @property
     def is_ok(self) -> bool:
-        return self.error.is_number and self.allowed.is_number and self.error.number <= self.allowed.number
+        """What is not a number is not; what was measured but not judged is no fault."""
+        return not self.is_judged or (self.error.is_number and self.error.number <= self.allowed.number)
 
 
 def of_rows(rows: Sequence[tuple[str, Told]]) -> list[Judged]:
@@ -47,21 +52,28 @@ def draw(name: str, caption: str, judged: Sequence[Judged]) -> Markup:
     for one in judged:
         by_case.setdefault(one.case, {})[one.quantity] = one
     rows = [
-        (case, [*(_cell(known.get(quantity)) for quantity in quantities), mark(all(o.is_ok for o in known.values()))])
+        (case, [*(cell(known.get(quantity)) for quantity in quantities), mark(all(o.is_ok for o in known.values()))])
         for case, known in by_case.items()
     ]
     drawn = cells.draw("Shares of error budgets", ["case", *quantities, "verdict"], rows)
     table = data_table(
         "Errors and what is allowed",
         ["case", "quantity", "error", "allowed", "verdict"],
-        [[o.case, o.quantity, shown(o.error, "error"), shown(o.allowed, "error"), mark(o.is_ok)] for o in judged],
+        [[o.case, o.quantity, shown(o.error, "error"), shown(o.allowed, "error"), _verdict(o)] for o in judged],
         words=2,
     )
     return figure(name, caption, drawn, table)
 
 
-def _cell(one: Judged | None) -> cells.Cell | None:
+def cell(one: Judged | None) -> cells.Cell | None:
+    """The error over the share of its budget."""
     if one is None:
         return None
+    if not one.is_judged:
+        return cells.Cell(together(shown(one.error, "error"), ", not judged"), 0.0)
     number = together(shown(one.error, "error"), f", {spoken(one.share, 'share')}")
     return cells.Cell(number, 1.0 if one.share is None else one.share, "measured" if one.is_ok else "faulty")
+
+
+def _verdict(one: Judged) -> Markup:
+    return mark(one.is_ok) if one.is_judged else together("not judged")

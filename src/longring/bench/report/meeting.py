@@ -35,8 +35,8 @@ def numbers(run: Asked, *, rank: int | None = None) -> dict[str, Any]:
     keys = _chosen(task, keep=rank)
     queries = keys if rank is None else [one for one in keys if one.rank == rank]
     pairs = [[_pairs(task, mine, theirs) for theirs in keys] for mine in queries]
-    met = _Steps(run, task)
-    steps = None if run.schedule in BY_HEADS else [[met.of(mine, theirs) for theirs in keys] for mine in queries]
+    met, has_room = _Steps(run, task), rank is None and len(keys) <= MOST_NUMBERED and run.schedule not in BY_HEADS
+    steps = [[met.of(mine, theirs) for theirs in keys] for mine in queries] if has_room else None
     work = {one.rank: 0 for one in queries}
     for mine, row in zip(queries, pairs, strict=True):
         work[mine.rank] += sum(row)
@@ -119,6 +119,10 @@ def draw(told: Told, *, name: str) -> Markup:
     return figure(name, _caption(told), drawn, table, class_="meeting")
 
 
+_NUMBERED = " It is computed by the rank of the first number, which holds the queries, at the step of the second."
+_COLOURED = " It has the colour of the rank that computes it, which holds the queries."
+
+
 def _caption(told: Told) -> Markup:
     ranks, drawn = told["ranks"].value, told["drawn_ranks"].value
     alone = len(told["queries"].value) < len(told["keys"].value)
@@ -126,8 +130,8 @@ def _caption(told: Told) -> Markup:
         f"Which keys the queries of rank {told['queries'][0]['rank'].text} meet, from the first position to the last: "
         "the higher, the more pairs."
         if alone
-        else "The sequence is cut where ranks begin and end. A square belongs to the rank whose colour it has, that "
-        "of its queries, and is the darker the more of its pairs count."
+        else "The sequence is cut where ranks begin and end; queries down, keys across. The stronger a square's "
+        "colour, the more of its pairs count."
     )
     numbered = (
         " The first number is that rank, the second the step at which it computes them." if _is_numbered(told) else ""
@@ -140,13 +144,13 @@ def _caption(told: Told) -> Markup:
         shown(told["tokens"]),
         " tokens on ",
         shown(told["ranks"]),
-        f" rank{'s' if ranks > 1 else ''}. {what}{by_heads or numbered}",
+        f" rank{'s' if ranks > 1 else ''}. {what}{by_heads or ('' if alone else numbered)}",
         f" {drawn:,} of {ranks:,} ranks are drawn, evenly chosen." if drawn < ranks else "",
     )
 
 
 def _is_numbered(told: Told) -> bool:
-    return len(told["queries"].value) == len(told["keys"].value) <= MOST_NUMBERED
+    return bool(told["steps"])
 
 
 def _square(told: Told) -> Markup:
@@ -173,7 +177,14 @@ def _cell(told: Told, row: int, col: int, densest: float) -> Markup | None:
     if not pairs:
         return None
     shade = _shade(pairs, mine, theirs, densest)
-    box = tag("rect", x=10 * col, y=10 * row, width=9.4, height=9.4, class_=f"r{mine['rank'] % 8} d{shade}")
+    box = tag(
+        "rect",
+        x=10 * col,
+        y=10 * row,
+        width=9.4,
+        height=9.4,
+        class_=f"r{6 if told['by_heads'].value else mine['rank'] % 8} d{shade}",
+    )
     if not _is_numbered(told):
         return box
     steps = told["steps"].value[row][col] if told["steps"] else []

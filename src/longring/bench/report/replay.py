@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from . import bars, errors
+from . import bars, cells, errors
 from .asked import asked
 from .attending import Scene
 from .common import mark
-from .figure import paragraph, table
+from .figure import figure, paragraph, table
 from .markup import Markup, together
 from .page import Part
 from .told import Told, lengthy, shown
@@ -59,67 +59,65 @@ MEASURES = (
 def _measured(told: Told, key: str, predicted: str, unit: str, caption: str) -> Markup:
     made = []
     for phase, row in told["phases"].items():
-        made.append(bars.Bar(f"{phase}, measured", row[key], note=_note(row, key)))
-        if row[predicted].is_number:
-            made.append(bars.Bar(f"{phase}, predicted", row[predicted], kind="predicted"))
-    return bars.draw(
-        f"measured-{key.replace('_', '-')}", caption, made, unit, what="pass", value=lengthy(key), note="more"
-    )
-
-
-def _note(row: Told, key: str) -> Markup | None:
-    if key == "seconds" and row["tflops"].is_number:
-        return shown(row["tflops"], "tflops")
-    if key == "peak_bytes" and row["bytes_received"].is_number:
-        return together(
-            shown(row["bytes_received"], "bytes"), " received, ", shown(row["bytes_sent"], "bytes"), " sent"
+        measured, foreseen = (
+            (row["components"].items(), row["predicted_components"].items()) if unit == "bytes" else ([], [])
         )
-    return None
+        made.append(bars.Bar(f"{phase}, measured", row[key], measured, more=(_note(row, key),)))
+        if row[predicted].is_number:
+            made.append(bars.Bar(f"{phase}, predicted", row[predicted], foreseen, kind="predicted"))
+    name = f"measured-{key.replace('_', '-')}"
+    return bars.draw(name, caption, made, unit, what="pass", value=lengthy(key), more=("besides",))
+
+
+def _note(row: Told, key: str) -> Markup:
+    words: list[Markup] = []
+    if key == "seconds":
+        words += [shown(row["tflops"], "tflops")] if row["tflops"].is_number else []
+        if row["made_up_seconds"].is_number:
+            words.append(
+                together(shown(row["made_up_seconds"], "seconds"), " to generate the others' keys, not included")
+            )
+    else:
+        words += [_moved(row, way) for way in ("received", "sent") if row[f"bytes_{way}"].is_number]
+    return together(*(together("; " if index else "", word) for index, word in enumerate(words)))
+
+
+def _moved(row: Told, way: str) -> Markup:
+    moved, planned = row[f"bytes_{way}"], row[f"planned_bytes_{way}"]
+    if not planned.is_number:
+        return together(shown(moved, "bytes"), f" {way}")
+    agrees = mark(moved.value == planned.value, good="as planned", bad="NOT AS PLANNED")
+    return together(shown(moved, "bytes"), f" {way}, ", agrees, " (", shown(planned, "bytes"), ")")
 
 
 def _checks(told: Told) -> list[object]:
     checks = list(told["checks"])
-    judged = [
-        errors.Judged(_where(check), check["quantity"].text, check["error"], check["allowed"]) for check in checks
-    ]
-    rows = [
-        [
-            check["quantity"].text,
-            _where(check),
-            shown(check["error"], "error"),
-            shown(check["allowed"], "error"),
-            mark(check["ok"].value),
-        ]
-        for check in checks
-    ]
-    summed = [
-        bars.Bar(
-            quantity,
-            max(some, key=lambda one: one.error.number).error,
-            limit=max(some, key=lambda one: one.error.number).allowed,
-        )
-        for quantity, some in _by_quantity(judged).items()
-    ]
-    worst = bars.draw(
-        "worst",
-        "The largest error of each quantity; the dashed mark is what is allowed for it.",
-        summed,
-        "error",
-        what="quantity",
-        value="largest error",
-    )
     said = paragraph(
         "Rows were drawn at random, with the first, the last and those at borders, and computed anew in float64 from "
         "the same generator. A budget is derived from the precision in use, never tuned."
     )
-    return [said, worst, table("Every check", ["quantity", "rows", "error", "allowed", "verdict"], rows, words=2)]
+    drawn = cells.draw(
+        "Shares of error budgets",
+        ["quantity", "of all sampled rows together", "of the worst row", "verdict"],
+        [(one["quantity"].text, [_share(one, ""), _share(one, "worst_"), mark(one["ok"].value)]) for one in checks],
+    )
+    caption = "Errors of sampled rows, and the share of its budget that each uses: a full bar is a budget used up."
+    rows = [
+        [
+            check["quantity"].text,
+            _where(check),
+            *(shown(check[key], "error") for key in ("error", "allowed", "worst_error", "worst_allowed")),
+            mark(check["ok"].value),
+        ]
+        for check in checks
+    ]
+    columns = ["quantity", "rows", "error", "allowed", "of the worst row", "allowed", "verdict"]
+    return [said, figure("sampled", caption, drawn), table("Every check", columns, rows, words=2)]
 
 
-def _by_quantity(judged: list[errors.Judged]) -> dict[str, list[errors.Judged]]:
-    found: dict[str, list[errors.Judged]] = {}
-    for one in judged:
-        found.setdefault(one.quantity, []).append(one)
-    return found
+def _share(check: Told, which: str) -> cells.Cell | None:
+    judged = errors.Judged("", "", check[f"{which}error"], check[f"{which}allowed"])
+    return errors.cell(judged) if judged.is_judged else None
 
 
 def _where(check: Told) -> str:

@@ -204,17 +204,21 @@ def _svg(taught: Lesson, panel: Panel, name: str, words: str) -> Markup:
         "g",
         tag("rect", x=0, y=0, width=n, height=n, class_="ground"),
         _path("done", _blocks(panel.before)),
-        [_squares(rank, [b for b in blocks if b.worker == rank], taught.most) for rank in range(task.ranks)],
+        [
+            _squares(rank, panel.step, [b for b in blocks if b.worker == rank], taught.most)
+            for rank in range(task.ranks)
+        ],
         [_strips(rank, shard) for rank, shard in enumerate(task.keys.shards)],
         id=name,
     )
     return tag("svg", drawn, viewbox=_view(taught), role="img", aria_label=words)
 
 
-def _squares(rank: int, blocks: list[Block], most: int) -> Markup:
-    depths = {depth: [b for b in blocks if _depth(b.times, most) == depth] for depth in (1, 2, 3)}
+def _squares(rank: int, step: Step, blocks: list[Block], most: int) -> Markup:
+    own = [block for block in blocks if block.worker == rank]
+    depths = {depth: [b for b in own if _depth(b.times, most) == depth] for depth in (1, 2, 3)}
     squares = [_path(f"r{rank % COLOURS} x{depth}", some) for depth, some in depths.items()]
-    return together(*squares, [_number(rank, block) for block in _largest(depths[3])])
+    return together(*squares, [_number(rank, *place) for place in _places(depths[3], step, rank, most)])
 
 
 def _depth(times: int, most: int) -> int:
@@ -265,14 +269,32 @@ def _path(class_: str, blocks: list[Block]) -> Markup | None:
     return tag("path", class_=class_, d="".join(f"M{b.col} {b.row}h{b.width}v{b.height}h-{b.width}z" for b in blocks))
 
 
-def _largest(blocks: list[Block]) -> list[Block]:
-    """Where a number has room."""
-    roomy = [block for block in blocks if min(block.height, block.width) >= STRIP]
-    return sorted(roomy, key=lambda b: -b.height * b.width)[:4]
+def _places(blocks: list[Block], step: Step, rank: int, most: int) -> list[tuple[float, float]]:
+    """Where a number has room: the middles of large blocks, and of the largest square in whatever the rank computes."""
+    roomy = sorted((b for b in blocks if min(b.height, b.width) >= STRIP), key=lambda b: -b.height * b.width)
+    middles = [(b.col + b.width / 2, b.row + b.height / 2) for b in roomy[:4]]
+    square = _largest_square(step, rank, most)
+    if square is not None and all(abs(square[0] - x) + abs(square[1] - y) > 2 * STRIP for x, y in middles):
+        middles.append(square)
+    return middles
 
 
-def _number(rank: int, block: Block) -> Markup:
-    x, y = block.col + block.width / 2, block.row + block.height / 2
+def _largest_square(step: Step, rank: int, most: int) -> tuple[float, float] | None:
+    best, middle = STRIP - 1, None
+    above: list[int] = [0] * len(step.workers[0])
+    for row, (workers, counts) in enumerate(zip(step.workers, step.counts, strict=True)):
+        here: list[int] = []
+        for col, worker in enumerate(workers):
+            fits = worker == rank and counts[col] == most
+            side = 1 + min(above[col], here[-1] if here else 0, above[col - 1] if col else 0) if fits else 0
+            here.append(side)
+            if side > best:
+                best, middle = side, (col + 1 - side / 2, row + 1 - side / 2)
+        above = here
+    return middle
+
+
+def _number(rank: int, x: float, y: float) -> Markup:
     return tag("text", rank, x=x, y=y + 1.6, class_="on-rank", text_anchor="middle", font_size=4.6)
 
 

@@ -72,7 +72,7 @@ _SPOKEN = {
     "bytes": spoken_bytes,
     "seconds": spoken_seconds,
     "share": lambda value: f"{100 * value:.3g} %",
-    "times": lambda value: f"{value:.3g} x",
+    "ratio": lambda value: f"{value:.3g}",
     "error": lambda value: f"{value:.2e}",
     "tflops": lambda value: f"{value:.3g} TFLOP/s",
 }
