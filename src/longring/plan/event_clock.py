@@ -34,18 +34,15 @@ class _Sent(NamedTuple):
 
     ends: list[float]
     arriving: list[float]
-    latency: list[float] | float
+    latency: float
 
     def waited_for(self, at: list[float]) -> list[float]:
         if self.ends is self.arriving:  # both are in there
             return [d if d > a else a for a, d in zip(at, self.ends, strict=True)]
-        if isinstance(self.latency, list):
-            arriving, more = map(add, self.arriving, self.latency), 0.0
-        else:
-            arriving, more = self.arriving, self.latency
+        more = self.latency
         return [
-            (a if a > e else e) if (a if a > e else e) > r + more else r + more
-            for a, e, r in zip(at, self.ends, arriving, strict=True)
+            (z if z > a else a) if (z := r + more) > e else (e if e > a else a)
+            for a, e, r in zip(at, self.ends, self.arriving, strict=True)
         ]
 
 
@@ -68,7 +65,6 @@ class Clock:
         self._under_way: dict[Hashable, list[_Sent]] = {}
         self._latency = tuple(self.lines.latency(is_inside=is_inside) for is_inside in (True, False))
         self._crossings: dict[Move, range | list[int]] = {}
-        self._delays: dict[Move, list[float] | float] = {}
 
     # ---- what ranks do
 
@@ -133,8 +129,7 @@ class Clock:
         else:  # everybody has waited for whatever it sent, so that every line is free
             ends = [(a if a > b else b) + x for a, b, x in zip(at, there, on_line, strict=True)]
         self._take_lines(crossing, ends, freight.are_all_sent)
-        sent = _Sent(ends, move.moved(ends), self._latencies(move, crossing))
-        self._under_way.setdefault(key, []).append(sent)
+        self._under_way.setdefault(key, []).append(_Sent(ends, *self._arriving(move, crossing, ends)))
         self.count(move, freight, frame)
         if self.keeps_spans:
             nbytes = frame.moved(freight.bytes.values)
@@ -181,8 +176,8 @@ class Clock:
         else:
             row = frame.moved(freight.inside)
             if crossing:
-                row, far = row[:], frame.moved(freight.outside)
-                _put(row, crossing, far)
+                row = row[:]
+                _put(row, crossing, _some(frame.moved(freight.outside), crossing))
         slow = [(s, r) for s, r in self.lines.slow.links if move.target(s) == r]
         if slow:
             row = row[:]
@@ -198,30 +193,31 @@ class Clock:
             return self.free[ranks:]
         row = self.free[:ranks]
         if crossing:
-            _put(row, crossing, self.free[ranks:])
+            _put(row, crossing, _some(self.free, crossing, ranks))
         return row
 
     def _take_lines(self, crossing: range | list[int], ends: list[float], are_all_sent: bool) -> None:
         if not are_all_sent:
             ends = [e if e > f else f for e, f in zip(ends, self._free_lines(crossing), strict=True)]
-        _spread(self.free, crossing, ends, self.lines.ranks)
+        ranks = self.lines.ranks
+        if len(crossing) == ranks:
+            self.free[ranks:] = ends
+            return
+        if crossing:
+            _put(self.free, crossing, _some(ends, crossing), ranks)
+            ends = ends[:]
+            _put(ends, crossing, _some(self.free, crossing))
+        self.free[:ranks] = ends
 
-    def _latencies(self, move: Move, crossing: range | list[int]) -> list[float] | float:
-        """By receiver."""
-        if move not in self._delays:
-            self._delays[move] = self._latencies_of(move, crossing)
-        return self._delays[move]
-
-    def _latencies_of(self, move: Move, crossing: range | list[int]) -> list[float] | float:
+    def _arriving(self, move: Move, crossing: range | list[int], ends: list[float]) -> tuple[list[float], float]:
+        """(when each receiver's message left its line, latency), those that come from far with what they need more."""
         near, far = self._latency
-        if not crossing:
-            return near
         if len(crossing) == self.lines.ranks:
-            return far
-        row = [near] * self.lines.ranks
-        for sender in crossing:
-            row[move.target(sender)] = far
-        return row
+            return move.moved(ends), far
+        if crossing and near != far:
+            ends = ends[:]
+            _put(ends, crossing, [end + (far - near) for end in _some(ends, crossing)])
+        return move.moved(ends), near
 
     def count(self, move: Move, freight: Freight, frame: Move) -> None:
         """The seconds of what everybody sends, on lines of both kinds."""
@@ -234,8 +230,8 @@ class Clock:
         elif len(crossing) == self.lines.ranks:
             near = 0.0
         else:
-            near -= _sum_of(frame.moved(freight.inside), crossing)
-            far = _sum_of(frame.moved(freight.outside), crossing)
+            near -= _sum_of(_some(frame.moved(freight.inside), crossing))
+            far = _sum_of(_some(frame.moved(freight.outside), crossing))
         self._add_moved(near, far, messages, len(crossing) / self.lines.ranks)
 
     def _add_moved(self, near: float, far: float, messages: int, share_far: float) -> None:
@@ -263,33 +259,23 @@ class Clock:
                 self.spans.append(Span(rank, kind, self.step, start, end))
 
 
-def _sum_of(row: list[float], at: range | list[int]) -> float:
-    some = row[at.start : at.stop : at.step] if isinstance(at, range) else [row[index] for index in at]
-    whole = sum(some)
-    return whole if whole > NEVER else sum(x for x in some if x > NEVER)
-
-
-def _put(row: list[float], at: range | list[int], other: list[float]) -> None:
-    """What `other` has at some places."""
+def _some(row: list[float], at: range | list[int], offset: int = 0) -> list[float]:
     if isinstance(at, range):
-        row[at.start : at.stop : at.step] = other[at.start : at.stop : at.step]
-    else:
-        for index in at:
-            row[index] = other[index]
+        return row[at.start + offset : at.stop + offset : at.step]
+    return [row[index + offset] for index in at]
 
 
-def _spread(free: list[float], crossing: range | list[int], until: list[float], ranks: int) -> None:
-    if len(crossing) == ranks:
-        free[ranks:] = until
-    elif not crossing:
-        free[:ranks] = until
+def _put(row: list[float], at: range | list[int], values: list[float], offset: int = 0) -> None:
+    if isinstance(at, range):
+        row[at.start + offset : at.stop + offset : at.step] = values
     else:
-        inside = free[:ranks]
-        kept = until[:]
-        _put(kept, crossing, inside)
-        free[:ranks] = kept
-        for sender in crossing:
-            free[ranks + sender] = until[sender]
+        for index, value in zip(at, values, strict=True):
+            row[index + offset] = value
+
+
+def _sum_of(values: list[float]) -> float:
+    whole = sum(values)
+    return whole if whole > NEVER else sum(x for x in values if x > NEVER)
 
 
 def slowed(seconds: float, factor: float) -> float:

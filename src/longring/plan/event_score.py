@@ -270,6 +270,7 @@ class Score:
     _at: Callable[[int], Itinerary]
     _runs: tuple[Callable[[int], Iterator[Desks]], ...]  # by lane, for a rank
     _shares: Callable[[int], tuple[int, ...]]
+    _own_look: Callable[[int], object]
     _places: int = 1
 
     @cached_property
@@ -299,7 +300,11 @@ class Score:
 
     def home(self, which: str) -> list[float]:
         """Seconds that ranks compute with their own rows: all of them, or the "early" or "late" ones."""
-        return [self._slowed(rank, self._at_home(rank, which)) for rank in range(self.lines.ranks)]
+        known: dict[object, float] = {}
+        for rank in range(self.lines.ranks):
+            if self._own_look(rank) not in known:
+                known[self._own_look(rank)] = self._at_home(rank, which)
+        return [self._slowed(rank, known[self._own_look(rank)]) for rank in range(self.lines.ranks)]
 
     def _at_home(self, rank: int, which: str) -> float:
         itinerary = self._at(rank)
@@ -350,13 +355,20 @@ def _by_steps(route: Route, member: int, runs: Sequence[tuple[range, float]]) ->
 
 
 class Sources:
-    """For a rank of a task, runs of sources with which it computes the same."""
+    """For a rank of a task, runs of sources with which it computes the same. It keeps all of them."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self._segments = _Segments(task) if _Segments.can(task) else None
+        self._runs: dict[int, list[tuple[range, Tiles]]] = {}
+        self._vectors: dict[int, float] = {}
 
-    def runs(self, rank: int) -> Iterator[tuple[range, Tiles]]:
+    def runs(self, rank: int) -> list[tuple[range, Tiles]]:
+        if rank not in self._runs:
+            self._runs[rank] = list(self._found(rank))
+        return self._runs[rank]
+
+    def _found(self, rank: int) -> Iterator[tuple[range, Tiles]]:
         task = self.task
         if task.pattern.only_limits is not None:
             yield from ((run.ranks, run.tiles) for run in runs_over_sources(task, rank))
@@ -367,7 +379,25 @@ class Sources:
 
     def desks(self, rank: int) -> Iterator[Desks]:
         for sources, tiles in self.runs(rank):
-            yield Desks(sources, ((tiles, self.task.share),))
+            yield Desks(sources, ((tiles, self.task.share),) if sources != range(rank, rank + 1) else ())
+
+    def wanted(self) -> Changes:
+        """Vectors that an exchange brings to a rank, by step."""
+        star = Star(self.task.ranks)
+        return [list(_by_steps(star, rank, self._wanted(rank))) for rank in range(self.task.ranks)]
+
+    def _wanted(self, rank: int) -> list[tuple[range, float]]:
+        others = ((sources, tiles) for sources, tiles in self.runs(rank) if sources != range(rank, rank + 1))
+        return [(sources, self._needed(tiles)) for sources, tiles in others]
+
+    def _needed(self, tiles: Tiles) -> float:
+        if id(tiles) not in self._vectors:  # kept, so that no other has its id
+            self._vectors[id(tiles)] = float(_vectors(needed(tiles))) if tiles else 0.0
+        return self._vectors[id(tiles)]
+
+    def own_look(self, rank: int) -> object:
+        """The same for ranks that compute the same with their own rows, if that can be told before."""
+        return rank if self._segments is None else self._segments.own_look(rank)
 
 
 class _Segments:
@@ -378,6 +408,8 @@ class _Segments:
         self._shards = [shard[0] if shard else range(0) for shard in task.keys.shards]
         self._known: dict[tuple[object, ...], Tiles] = {}
         self._starts = [shard.start for shard in self._shards]
+        assert isinstance(task.pattern, Dilated)
+        self._branches = task.pattern.branches
 
     @staticmethod
     def can(task: Task) -> bool:
@@ -388,9 +420,13 @@ class _Segments:
         return plain and task.queries == task.keys and not task.problem.offset and _are_in_order(task.keys)
 
     def runs(self, rank: int) -> Iterator[tuple[range, Tiles]]:
-        branches = list(self._task.pattern.branches)  # type: ignore[attr-defined]
-        for sources in self._alike(rank, branches):
-            yield sources, self._tiles(rank, sources[0], branches)
+        for sources in self._alike(rank, self._branches):
+            is_own = sources == range(rank, rank + 1)  # asked for elsewhere, and dear
+            yield sources, () if is_own else self._tiles(rank, sources[0], self._branches)
+
+    def own_look(self, rank: int) -> object:
+        mine = self._shards[rank]
+        return len(mine), tuple(_own_place(mine, w, r) for w, r in self._branches)
 
     def _alike(self, rank: int, branches: Sequence[tuple[int, int]]) -> Iterator[range]:
         """Cut where a segment of the rank's begins or ends, at either end of a family, and at the rank itself."""
@@ -425,7 +461,7 @@ class _Segments:
 
     def _common(self, rank: int, source: int, w: int) -> bool:
         a, b = sorted((rank, source))
-        return self._shards[a][-1] // w == self._shards[b][0] // w if a != b else True
+        return self._shards[a][-1] // w == self._shards[b][0] // w
 
     def _tiles(self, rank: int, source: int, branches: Sequence[tuple[int, int]]) -> Tiles:
         key = self._key(rank, source, branches)
@@ -435,8 +471,6 @@ class _Segments:
 
     def _key(self, rank: int, source: int, branches: Sequence[tuple[int, int]]) -> tuple[object, ...]:
         mine, theirs = self._shards[rank], self._shards[source]
-        if rank == source:
-            return "own", len(mine), tuple(_own_place(mine, w, r) for w, r in branches)
         found: list[object] = [rank > source, len(mine), len(theirs)]
         for w, r in branches:
             if not self._common(rank, source, w):
@@ -480,22 +514,10 @@ def relay_score(schedule: str, pace: Pace, lines: Lines) -> Score:
     at = itineraries[schedule]
     lanes = at(0).lanes
     sources = [Sources(lane.task) for lane in lanes]
-    scores = tuple(
-        LaneScore([lane], pace, lines, lambda some=some: _wanted(some))
-        for lane, some in zip(lanes, sources, strict=True)
-    )
+    scores = tuple(LaneScore([lane], pace, lines, some.wanted) for lane, some in zip(lanes, sources, strict=True))
     runs = tuple(some.desks for some in sources)
-    return Score(lines, pace, task.ranks, scores, at, runs, lambda rank: (task.share,))
-
-
-def _wanted(sources: Sources) -> Changes:
-    """Vectors that an exchange brings to a rank, by step."""
-    star = Star(sources.task.ranks)
-    found: Changes = []
-    for rank in range(sources.task.ranks):
-        runs = [(some, float(_vectors(needed(tiles))) if tiles else 0.0) for some, tiles in sources.runs(rank)]
-        found.append(list(_by_steps(star, rank, runs)))
-    return found
+    own = sources[0] if len(sources) == 1 else Sources(task)
+    return Score(lines, pace, task.ranks, scores, at, runs, lambda rank: (task.share,), own.own_look)
 
 
 def between_score(pace: Pace, lines: Lines, inner: int) -> Score | None:
@@ -521,6 +543,7 @@ def between_score(pace: Pace, lines: Lines, inner: int) -> Score | None:
         lambda rank: by_heads(task, rank, inner).between,
         (runs,),
         shares,
+        lambda rank: rank,
         inner,
     )
 
