@@ -56,7 +56,7 @@ class Estimate(NamedTuple):
 
 def estimates(task: Task, *, head_dim: int, itemsize: int, node_ranks: int, machine: Machine) -> list[Estimate]:
     """Of every schedule that `auto` may take; of equal ones it takes the first."""
-    pairs = {rank: _pairs(task, rank) for rank in _some(task.ranks, RANKS_TO_ASK)}
+    pairs = {rank: _pairs(task, rank) for rank in few(task.ranks, RANKS_TO_ASK)}
     busiest, mean = max(pairs.values()), sum(pairs.values()) / len(pairs)
     work = 4 * head_dim * task.share / machine.flops
     vector = head_dim * itemsize
@@ -80,10 +80,10 @@ def estimates(task: Task, *, head_dim: int, itemsize: int, node_ranks: int, mach
     return found
 
 
-def _some(ranks: int, most: int) -> list[int]:
+def few(ranks: int, most: int) -> list[int]:
     """All, or a few evenly spaced that speak for all, the same on every rank."""
-    few = min(ranks, most)
-    return [ranks * i // few + ranks // (2 * few) for i in range(few)]
+    some = min(ranks, most)
+    return [ranks * i // some + ranks // (2 * some) for i in range(some)]
 
 
 def _pairs(task: Task, rank: int) -> int:
@@ -93,7 +93,7 @@ def _pairs(task: Task, rank: int) -> int:
 def _wanted(task: Task) -> tuple[float, float]:
     """Vectors of keys that the neediest of a few ranks does not hold, and that they do not hold on average."""
     every: list[int] = []
-    for rank in _some(task.ranks, RANKS_TO_ASK):
+    for rank in few(task.ranks, RANKS_TO_ASK):
         found = 0
         for run in runs_over_sources(task, rank):
             others = len(run.ranks) - (rank in run.ranks)
@@ -107,7 +107,7 @@ def _relayed(task: Task, schedule: str, node_ranks: int) -> tuple[float, float]:
     """Vectors of keys that reach a few ranks, at most and on average, from their first and last steps and some."""
     ends, between = _steps(task.ranks)
     every: list[float] = []
-    for rank in _some(task.ranks, RANKS_TO_ASK):
+    for rank in few(task.ranks, RANKS_TO_ASK):
         plan: Itinerary = ring(task, rank) if schedule == "ring" else double_ring(task, rank, node_ranks)
         lane = plan.lanes[0]
         near, far = (sum(_arriving(lane, rank, step) for step in steps) for steps in (ends, between))
@@ -127,7 +127,7 @@ def _steps(ranks: int) -> tuple[list[int], list[int]]:
         return list(every), []
     ends = [*every[: STEPS_TO_ASK // 2], *every[-STEPS_TO_ASK // 2 :]]
     inner = every[STEPS_TO_ASK // 2 : -STEPS_TO_ASK // 2]
-    return ends, [inner[i] for i in _some(len(inner), STEPS_TO_ASK)]
+    return ends, [inner[i] for i in few(len(inner), STEPS_TO_ASK)]
 
 
 def _changing(task: Task, inner: int) -> float:

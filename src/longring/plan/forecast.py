@@ -1,0 +1,590 @@
+"""Forecasts: for one question every schedule and layout that can serve it, and which of them to take.
+
+Everything here is predicted. Bytes and FLOPs are counted on the plans that the engine runs; memory by the machine in
+`memory`; times from hardware's attained rates, of the leading choices by the event simulation, of the others as the
+longer of computing and moving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from math import ceil, lcm
+
+from ..errors import ArgumentError
+from ..geometry.itinerary import direction
+from ..geometry.layouts import LAYOUTS, deal
+from ..geometry.patterns import Dilated, Pattern, Problem
+from ..geometry.plans import PLANS
+from ..geometry.task import Task
+from .choose import choose_layout
+from .counts import Traffic, computing, flops, traffic
+from .event_pace import FLOPS_OF_A_PAIR, Pace
+from .events import play
+from .hardware import DTYPES, Hardware, Phase
+from .memory import held
+from .work import pairs
+
+PHASES: tuple[Phase, Phase] = ("forward", "backward")
+OVERLAPPING = ("ring", "bidirectional", "double_ring", "exchange")
+OF_NODES = ("double_ring", "hybrid")  # without several nodes of several ranks they are ring and ulysses
+PLAYED_AT_ONCE, PLAYED_AT_MOST = 16, 256  # ranks up to which every choice is played, and the leading ones
+DILATED_PLAYED_AT_MOST = 32  # where every pair of ranks is looked at
+ROWS_NAMED = 1 << 18  # dilated rows that ulysses names one by one take seconds beyond
+RANKS_NAMED = 512  # and so do as many messages to everybody
+AS_FAST, AS_THRIFTY = 1.02, 1.05  # by less nobody is faster, or holds less
+A_BLOCK = 128  # tokens: answers to "how long" are whole blocks of them on every rank
+
+
+# ----------------------------------------------------------------------------------------------- the question
+
+
+@dataclass(frozen=True)
+class Question:
+    """Attention of so many layers over a sequence, on so many ranks of some hardware."""
+
+    pattern: Pattern
+    tokens: int
+    ranks: int
+    nodes: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    hardware: Hardware
+    batch: int = 1
+    layers: int = 1
+    reserve_bytes: int = 0  # set aside for what is not counted: weights, optimizer, other activations
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "ranks", "nodes", "heads", "kv_heads", "head_dim", "batch", "layers"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.heads % self.kv_heads:
+            raise ArgumentError(f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}")
+        if self.ranks % self.nodes:
+            raise ArgumentError(f"{self.ranks} ranks cannot be spread evenly over {self.nodes} nodes")
+        if self.dtype not in self.hardware.forward_flops:
+            known = ", ".join(self.hardware.forward_flops)
+            raise ArgumentError(f"hardware {self.hardware.name!r} has no rate for {self.dtype}; it has {known}")
+        if self.reserve_bytes >= self.hardware.memory_bytes:
+            raise ArgumentError(
+                f"{self.reserve_bytes:,} bytes set aside leave nothing of the {self.hardware.memory_bytes:,} of "
+                f"{self.hardware.name!r}"
+            )
+
+    @property
+    def node_ranks(self) -> int:
+        return self.ranks // self.nodes
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype]
+
+    @property
+    def local_tokens(self) -> int:
+        return -(-self.tokens // self.ranks)
+
+    @property
+    def memory_bytes(self) -> int:
+        """What attention may take of a rank."""
+        return self.hardware.memory_bytes - self.reserve_bytes
+
+    @cached_property
+    def saved_bytes(self) -> int:
+        """What a layer keeps for its backward: q, k, v, out and lse."""
+        rows = self.batch * self.local_tokens
+        numbers = rows * self.head_dim * 2 * (self.heads + self.kv_heads)
+        return numbers * self.itemsize + rows * self.heads * max(4, self.itemsize)
+
+    @cached_property
+    def pairs(self) -> int:
+        """Of all ranks together, for one kv head's worth of query heads each."""
+        return round(self.periods * pairs(self.alone.task("contiguous"), 0))
+
+    @cached_property
+    def alone(self) -> Question:
+        """On one rank; of LongNet's segments only as long as they all come out even, since then they repeat."""
+        return replace(self, ranks=1, nodes=1, tokens=self._period)
+
+    @property
+    def periods(self) -> float:
+        return self.tokens / self._period
+
+    @property
+    def _period(self) -> int:
+        if not isinstance(self.pattern, Dilated):
+            return self.tokens
+        return min(self.tokens, lcm(*(w for w, _ in self.pattern.branches)))
+
+    def flops(self, phase: Phase) -> int:
+        """Of all ranks, a layer."""
+        return FLOPS_OF_A_PAIR[phase] * self.head_dim * self.pairs * (self.heads // self.kv_heads)
+
+    def task(self, layout: str) -> Task:
+        return _task(self.pattern, self.batch, self.tokens, self.heads, self.kv_heads, layout, self.ranks)
+
+    def pace(self, phase: Phase, layout: str) -> Pace:
+        return Pace(self.hardware, self.task(layout), phase, self.head_dim, self.itemsize)
+
+
+@lru_cache(maxsize=64)
+def _task(pattern: Pattern, batch: int, tokens: int, heads: int, kv_heads: int, layout: str, ranks: int) -> Task:
+    dealt = deal(layout, tokens, ranks)
+    return Task(pattern, Problem(batch, tokens, tokens, kv_heads, 0), dealt, dealt, heads)
+
+
+# ------------------------------------------------------------------------------------------------ the answer
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One layer, forward or backward."""
+
+    seconds: float
+    computing: float  # of the rank that computes longest
+    moving: float  # of the busiest line of the rank that was asked
+    is_played: bool
+    hidden: float | None  # the share of what moves behind which somebody computes; None where nothing was played
+    flops: int  # of a rank, on average
+    traffic: Traffic
+    hides_from: int | None  # tokens a rank from which on computing takes longer than moving; None: never
+
+    @property
+    def waiting(self) -> float:
+        """Beyond what the busiest rank computes."""
+        return self.seconds - self.computing
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether less than a fiftieth of the time is waiting."""
+        return self.waiting <= 0.02 * self.seconds
+
+    @property
+    def flops_per_second(self) -> float:
+        return self.flops / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the fullest of the ranks that were asked holds, in one layer and in all."""
+
+    forward: dict[str, int]
+    backward: dict[str, int]
+    saved_bytes: int  # by every other layer
+    layers: int
+
+    @property
+    def forward_bytes(self) -> int:
+        return sum(self.forward.values())
+
+    @property
+    def backward_bytes(self) -> int:
+        return sum(self.backward.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        """While one layer is at work, the others keep what their backward needs."""
+        return (self.layers - 1) * self.saved_bytes + max(self.forward_bytes, self.backward_bytes)
+
+
+@dataclass(frozen=True)
+class Choice:
+    schedule: str
+    layout: str
+    question: Question
+    forward: Pass
+    backward: Pass
+    memory: Memory
+    balance: float  # the busiest rank's work over the mean
+    seconds_alone: float  # one rank, forward and backward, if it could hold everything
+    asked: int  # the rank whose bytes and memory were counted
+
+    @property
+    def seconds(self) -> float:
+        """A layer, forward and backward."""
+        return self.forward.seconds + self.backward.seconds
+
+    @property
+    def step_seconds(self) -> float:
+        return self.question.layers * self.seconds
+
+    @property
+    def is_played(self) -> bool:
+        return self.forward.is_played
+
+    @property
+    def flops_per_second(self) -> float:
+        """Of a rank, forward and backward."""
+        return (self.forward.flops + self.backward.flops) / self.seconds if self.seconds else 0.0
+
+    @property
+    def efficiency(self) -> float:
+        """How many times as fast as one rank, over the number of ranks."""
+        return self.seconds_alone / (self.question.ranks * self.seconds) if self.seconds else 1.0
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.peak_bytes <= self.question.memory_bytes
+
+
+@dataclass(frozen=True)
+class Forecast:
+    question: Question
+    choices: tuple[Choice, ...]
+    recommended: Choice
+    reason: str
+    left_out: tuple[str, ...]  # schedules, with the reason
+
+
+def forecast(question: Question, *, schedule: str = "auto", layout: str = "auto", plays_all: bool = False) -> Forecast:
+    """Every schedule in the layout for the pattern, and the ring in the others; or what was asked for by name."""
+    pairs_, left_out = candidates(question, schedule=schedule, layout=layout)
+    choices = [estimated(question, *pair) for pair in pairs_]
+    most = PLAYED_AT_MOST if question.pattern.only_limits is not None else DILATED_PLAYED_AT_MOST
+    if plays_all or question.ranks <= PLAYED_AT_ONCE:
+        choices = [_played(choice) for choice in choices]
+    elif question.ranks <= most:
+        choices = _with_best_played(choices)
+    best = _best(choices)
+    return Forecast(question, tuple(choices), best, _reason(best, choices), left_out)
+
+
+def candidates(
+    question: Question, *, schedule: str = "auto", layout: str = "auto"
+) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
+    """(schedule, layout) to look at, and what is left out, with the reason. layout "all": every one that can serve."""
+    _check_name("schedule", schedule, ("auto", *PLANS))
+    _check_name("layout", layout, ("auto", "all", *(name for name in LAYOUTS if name != "dealt")))
+    chosen = choose_layout(question.pattern, question.tokens)[0]
+    layouts = [chosen] if layout == "auto" else _layouts(chosen) if layout == "all" else [layout]
+    if schedule != "auto":
+        return [(schedule, one) for one in layouts], ()
+    if question.ranks == 1:
+        return [("ring", layouts[0])], ("all but ring: one rank holds everything, and nothing moves",)
+    left_out = tuple(_left_out(question))
+    names = [name for name in PLANS if not any(line.split(":")[0] == name for line in left_out)]
+    found = [(name, one) for one in layouts for name in names]
+    if layout == "auto":
+        found += [("ring", one) for one in _layouts(chosen)[1:]]
+    return found, left_out
+
+
+def _check_name(what: str, name: str, known: tuple[str, ...]) -> None:
+    if name not in known:
+        raise ArgumentError(f"{what} must be one of {', '.join(known)}; got {name!r}")
+
+
+def _layouts(chosen: str) -> list[str]:
+    return [chosen, *(name for name in ("zigzag", "contiguous") if name != chosen)]
+
+
+def _left_out(question: Question) -> Iterator[str]:
+    if not 1 < question.node_ranks < question.ranks:
+        yield "double_ring: without several nodes of several ranks it is ring"
+        yield "hybrid: without several nodes of several ranks it is ulysses"
+    if isinstance(question.pattern, Dilated) and question.tokens > ROWS_NAMED:
+        yield "ulysses: its dilated rows are counted one by one, which takes seconds; ask for it by name"
+    elif question.ranks > RANKS_NAMED:
+        yield "ulysses: messages of everybody to everybody take seconds to count; ask for it by name"
+    if question.ranks > RANKS_NAMED:
+        yield "gather: messages of everybody to everybody take seconds to count; ask for it by name"
+
+
+# ------------------------------------------------------------------------------------------------ one choice
+
+
+def estimated(question: Question, schedule: str, layout: str) -> Choice:
+    """From counts of one rank, without playing it."""
+    task, asked = question.task(layout), _asked(question, layout)
+    forward, backward = (_estimated_pass(question, schedule, layout, asked, phase) for phase in PHASES)
+    return Choice(
+        schedule,
+        layout,
+        question,
+        forward,
+        backward,
+        memory(question, schedule, layout, asked),
+        _balance(question, task, schedule, asked),
+        seconds_alone(question),
+        asked,
+    )
+
+
+def _estimated_pass(question: Question, schedule: str, layout: str, asked: int, phase: Phase) -> Pass:
+    task, hardware, node_ranks = question.task(layout), question.hardware, question.node_ranks
+    pace = question.pace(phase, layout)
+    work = max(
+        computing(task, schedule, rank, node_ranks=node_ranks, pace=pace) for rank in _some(question.ranks, asked)
+    )
+    carried = _traffic(question, schedule, layout, asked, phase)
+    moving = carried.moving(hardware, node_ranks)
+    between = carried.moving(hardware, node_ranks, ["outside"])
+    if schedule in OVERLAPPING:
+        seconds = max(work, moving)
+    elif schedule == "hybrid":
+        seconds = carried.moving(hardware, node_ranks, ["inside"]) + max(work, between)
+    else:
+        seconds = work + moving
+    hides_from = _hides_from(question, schedule, work, between if schedule == "hybrid" else moving)
+    mean = question.flops(phase) // question.ranks
+    return Pass(seconds, work, moving, False, None, mean, carried, hides_from)
+
+
+def _hides_from(question: Question, schedule: str, work: float, moving: float) -> int | None:
+    """Work grows by one power of the local length more than what moves: dense, windows and segments alike."""
+    if schedule not in (*OVERLAPPING, "hybrid"):
+        return None
+    return ceil(question.local_tokens * moving / work) if work else 0
+
+
+def _traffic(question: Question, schedule: str, layout: str, rank: int, phase: Phase) -> Traffic:
+    return traffic(
+        question.task(layout),
+        schedule,
+        rank,
+        head_dim=question.head_dim,
+        itemsize=question.itemsize,
+        node_ranks=question.node_ranks,
+        phase=phase,
+    )
+
+
+@lru_cache(maxsize=64)
+def _asked(question: Question, layout: str) -> int:
+    """Early or late, as rows go down or up, since there most of them pass; next to another node, if there is one."""
+    from_end = question.node_ranks if question.nodes > 1 else 1
+    goes_up = direction(question.task(layout)) > 0
+    return max(0, question.ranks - 1 - from_end) if goes_up else min(from_end, question.ranks - 1)
+
+
+def _balance(question: Question, task: Task, schedule: str, asked: int) -> float:
+    mean = question.flops("forward") / question.ranks
+    if not mean:
+        return 1.0
+    node_ranks, head_dim = question.node_ranks, question.head_dim
+    busiest = max(
+        flops(task, schedule, rank, head_dim=head_dim, node_ranks=node_ranks, phase="forward")
+        for rank in _some(question.ranks, asked)
+    )
+    return max(1.0, busiest / mean)
+
+
+def _some(ranks: int, asked: int) -> list[int]:
+    """The ends, the middle, and the one that is asked for everything else."""
+    return sorted({0, asked, ranks // 2, ranks - 1})
+
+
+@lru_cache(maxsize=64)
+def seconds_alone(question: Question) -> float:
+    """Forward and backward of a layer on one rank that could hold everything."""
+    alone = question.alone
+    return question.periods * sum(
+        computing(alone.task("contiguous"), "ring", 0, node_ranks=1, pace=alone.pace(phase, "contiguous"))
+        for phase in PHASES
+    )
+
+
+def memory(question: Question, schedule: str, layout: str, rank: int) -> Memory:
+    """By the fullest moments of a rank."""
+    task = question.task(layout)
+    forward, backward = (
+        held(
+            task,
+            schedule,
+            rank,
+            head_dim=question.head_dim,
+            itemsize=question.itemsize,
+            node_ranks=question.node_ranks,
+            phase=phase,
+            device=question.hardware.device,
+        ).components
+        for phase in PHASES
+    )
+    return Memory(forward, backward, question.saved_bytes, question.layers)
+
+
+# -------------------------------------------------------------------------------------------- which to take
+
+
+def _played(choice: Choice) -> Choice:
+    forward, backward = (_played_pass(choice, phase) for phase in PHASES)
+    return replace(choice, forward=forward, backward=backward)
+
+
+def _played_pass(choice: Choice, phase: Phase) -> Pass:
+    question = choice.question
+    played = play(
+        question.task(choice.layout),
+        choice.schedule,
+        hardware=question.hardware,
+        head_dim=question.head_dim,
+        itemsize=question.itemsize,
+        node_ranks=question.node_ranks,
+        phase=phase,
+    )
+    one = choice.forward if phase == "forward" else choice.backward
+    return replace(one, seconds=played.seconds, computing=max(played.computing), hidden=played.hidden, is_played=True)
+
+
+def _with_best_played(choices: list[Choice]) -> list[Choice]:
+    """The leading one is played, until one that was played leads: playing finds waits, and rarely saves time."""
+    choices = list(choices)
+    while True:
+        best = _best(choices)
+        if best.is_played:
+            return choices
+        choices[choices.index(best)] = _played(best)
+
+
+def _best(choices: list[Choice]) -> Choice:
+    """Of those that fit the fastest; of those as fast the one that holds least; of alike ones the first."""
+    fitting = [choice for choice in choices if choice.fits]
+    if not fitting:
+        return min(choices, key=lambda choice: choice.memory.peak_bytes)
+    fastest = min(choice.seconds for choice in fitting)
+    fast = [choice for choice in fitting if choice.seconds <= AS_FAST * fastest]
+    least = min(choice.memory.peak_bytes for choice in fast)
+    return next(choice for choice in fast if choice.memory.peak_bytes <= AS_THRIFTY * least)
+
+
+def _reason(best: Choice, choices: list[Choice]) -> str:
+    question = best.question
+    if not best.fits:
+        return (
+            f"nothing fits: it holds least, {best.memory.peak_bytes / 2**30:,.1f} GiB a rank of the "
+            f"{question.memory_bytes / 2**30:,.1f} GiB there are"
+        )
+    rivals = sorted((one for one in choices if one is not best), key=lambda one: one.seconds)
+    fit = [one for one in rivals if one.fits]
+    told = ["the only one looked at" if not rivals else "the only one that fits" if not fit else _ahead(best, fit[0])]
+    told.append(_how_it_moves(best))
+    if rivals and not rivals[0].fits and rivals[0].seconds < best.seconds:
+        told.append(f"{rivals[0].schedule} would be faster, but does not fit")
+    return "; ".join(told)
+
+
+def _ahead(best: Choice, second: Choice) -> str:
+    lead = second.seconds / best.seconds - 1 if best.seconds else 0.0
+    what = f"{second.schedule}, {second.layout}"
+    return f"fastest of those that fit, {lead:.1%} ahead of {what}" if lead >= AS_FAST - 1 else f"as fast as {what}"
+
+
+def _how_it_moves(best: Choice) -> str:
+    if not best.forward.traffic.bytes_sent and not best.backward.traffic.bytes_sent:
+        return "nothing moves"
+    forward, backward = (one.waiting / one.seconds if one.seconds else 0.0 for one in (best.forward, best.backward))
+    if max(forward, backward) < 0.02:
+        return "what moves is hidden behind computing"
+    return f"waiting for what moves takes {forward:.0%} of the forward and {backward:.0%} of the backward"
+
+
+# ------------------------------------------------------------------------------------- how long, and how many
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest sequence that fits, in whole granules, checked: at `tokens` it fits, a granule more does not."""
+
+    schedule: str
+    layout: str
+    tokens: int  # 0 if not even one granule fits
+    granule: int
+    bytes_at: int
+    bytes_beyond: int
+
+
+def longest(question: Question, schedule: str, layout: str) -> Longest:
+    granule, rank = A_BLOCK * question.ranks, _asked(question, layout)
+
+    def needs(granules: int) -> int:
+        return memory(replace(question, tokens=granules * granule), schedule, layout, rank).peak_bytes
+
+    count, at, beyond = last_that_fits(needs, question.memory_bytes, first_guess=max(1, question.tokens // granule))
+    return Longest(schedule, layout, count * granule, granule, at, beyond)
+
+
+def last_that_fits(needs: Callable[[int], int], limit: int, *, first_guess: int = 1) -> tuple[int, int, int]:
+    """(largest count whose need is within the limit, its need, the need of one more); 0 needs nothing.
+
+    Bisection, with guesses on the line through what is known, since memory grows nearly evenly with length.
+    """
+    fits, need_fits = 0, 0
+    fails, need_fails = 0, 0
+    guess = first_guess
+    while not fails or fails - fits > 1:
+        need = needs(guess)
+        if need <= limit:
+            fits, need_fits = guess, need
+        else:
+            fails, need_fails = guess, need
+        guess = _next_guess(fits, need_fits, fails, need_fails, limit)
+    return fits, need_fits, need_fails
+
+
+def _next_guess(fits: int, need_fits: int, fails: int, need_fails: int, limit: int) -> int:
+    if not fails:
+        ahead = fits * limit // max(1, need_fits)
+        return max(fits + 1, min(ahead + 1, 64 * fits))
+    slope = (need_fails - need_fits) / (fails - fits)
+    on_the_line = fits + int((limit - need_fits) / slope) if slope > 0 else fits
+    return min(max(on_the_line, fits + 1), fails - 1)
+
+
+MOST_RANKS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Fewest:
+    """The fewest ranks whose memory holds the sequence, checked: one step fewer does not."""
+
+    question: Question  # with that many ranks and nodes
+    schedule: str
+    layout: str
+    fewer: int  # ranks of the step before; 0 if one rank is enough
+    bytes_fewer: int  # what a rank would hold then, by the schedule that holds least
+
+
+def fewest(question: Question, *, schedule: str = "auto", layout: str = "auto") -> Fewest:
+    """Ranks are powers of two inside a node, and whole nodes beyond."""
+    steps = _sizes(question.hardware.ranks_per_node)
+    low, high = -1, 0
+    while (found := _least(_sized(question, steps(high)), schedule, layout))[0] > question.memory_bytes:
+        low, high = high, 2 * high + 1
+        if steps(high) > MOST_RANKS:
+            raise ArgumentError(
+                f"{question.tokens:,} tokens do not fit {steps(low):,} ranks: each would hold {found[0]:,} bytes of "
+                f"{question.memory_bytes:,}, and more ranks than {MOST_RANKS:,} are not looked at"
+            )
+    taken = found
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = _least(_sized(question, steps(middle)), schedule, layout)
+        if found[0] <= question.memory_bytes:
+            high, taken = middle, found
+        else:
+            low = middle
+    fewer = steps(low) if low >= 0 else 0
+    bytes_fewer = _least(_sized(question, fewer), schedule, layout)[0] if fewer else 0
+    return Fewest(_sized(question, steps(high)), taken[1], taken[2], fewer, bytes_fewer)
+
+
+def _sizes(node: int) -> Callable[[int], int]:
+    """1, 2, 4, ... up to a node, then 2, 3, 4, ... nodes."""
+    inside = [1 << i for i in range(node.bit_length()) if 1 << i < node] + [node]
+    return lambda index: inside[index] if index < len(inside) else node * (index - len(inside) + 2)
+
+
+def _sized(question: Question, ranks: int) -> Question:
+    return replace(question, ranks=ranks, nodes=-(-ranks // question.hardware.ranks_per_node))
+
+
+def _least(question: Question, schedule: str, layout: str) -> tuple[int, str, str]:
+    """(bytes, schedule, layout) of the first that fits, or of the one that holds least."""
+    found: list[tuple[int, str, str]] = []
+    for name, one in candidates(question, schedule=schedule, layout=layout)[0]:
+        found.append((memory(question, name, one, _asked(question, one)).peak_bytes, name, one))
+        if found[-1][0] <= question.memory_bytes:
+            return found[-1]
+    return min(found)
