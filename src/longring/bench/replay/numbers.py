@@ -12,7 +12,7 @@ from torch import Tensor
 from ...errors import ArgumentError
 
 TENSORS = {"q": 1, "k": 2, "v": 3, "dout": 4}
-AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 23}  # numbers: what a core's cache holds; what keeps a GPU busy
+AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 23}  # numbers: what a core's cache holds; what keeps a GPU busy
 GOLDEN = 0x9E3779B97F4A7C15  # odd, and its multiples are spread evenly over 64 bits
 STIR_64 = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # splitmix64
 STIR_32 = (0x21F0AAAD, 0x735A2D97)  # the "lowbias32" hash
@@ -86,8 +86,7 @@ class Numbers:
         for multiplier, shift in zip(STIR_32, (16, 15), strict=True):
             torch.bitwise_right_shift(words, shift, out=shifted)
             words.bitwise_xor_(shifted.bitwise_and_((1 << (32 - shift)) - 1)).mul_(multiplier)
-        torch.mul(words, SPREAD, out=drawn)  # its upper bits are the good ones, and a float has no others
-        into.copy_(drawn)
+        into.copy_(drawn.copy_(words).mul_(SPREAD))  # the upper bits are the good ones, and a float has no others
 
 
 def _stir(x: Tensor, scratch: Tensor) -> None:

@@ -16,7 +16,6 @@ from ...call import Call, Choice, check_pattern, check_scale, choose_kernel, mak
 from ...errors import ArgumentError, LongringError
 from ...geometry.layouts import deal
 from ...geometry.patterns import Pattern, Problem
-from ...geometry.plans import plan
 from ...geometry.task import Task, runs_over_sources, tiles_over_all_keys
 from ...kernels.contract import Upstream
 from ...plan.choose import choose_layout
@@ -288,9 +287,8 @@ def _steps_of(task: Task, watch: Watch) -> Callable[[str, int], None]:
 def _count(made: Made, phase: Phase) -> int:
     """What the plan says of the phase; how many vectors of gradients are sent in it."""
     task, rank, d = made.task, made.door.rank, made.numbers.d
-    one: Any = plan(made.schedule.name, task, rank, made.door.node_ranks)
     item, sent_gradients = made.terms.dtype.itemsize, 0
-    for post in one.forward() if phase.name == "forward" else one.backward():
+    for post in made.door.posts(phase.name):
         phase.planned_sent += _bytes(post.sends, d, item)
         phase.planned_received += _bytes(post.receives, d, item)
         sent_gradients += sum(parcel.vectors for _, parcel in post.sends if parcel.kind == "gradients")
