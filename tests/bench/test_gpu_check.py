@@ -17,6 +17,8 @@ CPU = torch.device("cpu")
 PATTERNS = {
     "causal": Dense(causal=True),
     "full": Dense(causal=False),
+    "window": Dense(causal=True, window=(7, 0)),
+    "window to both sides": Dense(causal=False, window=(7, 3)),
     "dilated": Dilated([8, 16, 64], [1, 2, 4]),
     "dilated, block": Dilated([8, 16, 64], [1, 2, 4], phase="block"),
     "rows that see nothing": Dilated([8, 16], [2, 4], causal=False),
@@ -55,8 +57,8 @@ def test_counts_are_the_definitions(pattern):
 
 
 def test_other_patterns_are_refused():
-    with pytest.raises(PatternError, match="window"):
-        pair_counts_at(Dense(window=(3, 0)), torch.arange(4), torch.arange(4), 1)
+    with pytest.raises(PatternError, match="documents"):
+        pair_counts_at(Dense(documents=[0, 2, 4]), torch.arange(4), torch.arange(4), 1)
 
 
 @pytest.mark.parametrize("pattern", [PATTERNS["causal"], PATTERNS["dilated"]], ids=["causal", "dilated"])

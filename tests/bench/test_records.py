@@ -152,8 +152,17 @@ def test_the_first_form_is_read(tmp_path):
     row = {"case": "a case", "phase": "forward", "name": "longring", "kind": "ours"}
     ms = {"median": 2.0, "min": 1.0, "max": 4.0, "repeats": 5}
     told = {
-        **{"schema": FIRST_SCHEMA, "real": "this", "simulated": "that", "command": "the line", "machine": {}},
-        **{"versions": {}, "commit": "abc", "is_quick": False, "missing": [], "failures": [], "seconds": {}},
+        "schema": FIRST_SCHEMA,
+        "real": "this",
+        "simulated": "that",
+        "command": "the line",
+        "machine": {},
+        "versions": {},
+        "commit": "abc",
+        "is_quick": False,
+        "missing": [],
+        "failures": [],
+        "seconds": {},
         "scenarios": {"dense": [row | {"ms": ms, "tflops": 3.0}, row | {"note": "not timed"}]},
     }
     path.write_text(json.dumps(told))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +18,12 @@ class Peak:
     """Bytes allocated at most at one time, since the measurement began; set when it ends."""
 
     bytes: int = 0
+    until: dict[str, int] = field(default_factory=dict)  # the same up to each mark
+    marks: dict[str, int] = field(default_factory=dict)  # when each was made, in nanoseconds of the system's clock
+
+    def mark(self, name: str) -> None:
+        """From here on `until[name]` does not grow."""
+        self.marks[name] = time.time_ns()
 
 
 @contextmanager
@@ -25,13 +32,19 @@ def measured_peak() -> Iterator[Peak]:
     peak = Peak()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
         yield peak
-    peak.bytes = _highest(prof)
+    events = _events(prof)
+    peak.bytes = _highest(events)
+    peak.until = {name: _highest([event for event in events if event[0] <= at]) for name, at in peak.marks.items()}
 
 
-def _highest(prof: Any) -> int:
+def _events(prof: Any) -> list[tuple[int, int, int]]:
+    return sorted(_allocations(prof.profiler.kineto_results.experimental_event_tree()))
+
+
+def _highest(events: list[tuple[int, int, int]]) -> int:
     live = highest = 0
     sizes: dict[int, int] = {}
-    for _, address, size in sorted(_allocations(prof.profiler.kineto_results.experimental_event_tree())):
+    for _, address, size in events:
         if size > 0:
             sizes[address] = size
             live += size

@@ -67,8 +67,15 @@ class Row:
     kernel: str | None = None
     peak_bytes: list[int] | None = None  # that each rank held at most, inputs and outputs included: measured
     components: dict[str, int] = field(default_factory=dict)  # of the fullest rank's peak: measured
-    predicted_bytes: list[int] | None = None  # the same as the plan says it
-    predicted: dict[str, int] = field(default_factory=dict)
+    predicted_bytes: int | None = None  # of the fullest rank, by the plan
+    predicted_components: dict[str, int] = field(default_factory=dict)
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    nodes: int = 1  # that the ranks pass for
+    causal: bool | None = None
+    window: int | None = None  # tokens to each side, the query itself included
+    dilated: str | None = None  # LENGTH:RATE,... of LongNet's branches
 
     @property
     def is_wrong(self) -> bool:
@@ -190,11 +197,12 @@ ROW_FIELDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("tflops", "extra_memory"), _maybe(_number)),
     "ratios": _table(_maybe(_number)),
     **dict.fromkeys(("errors", "allowed"), _table(_maybe(_number))),  # null: not finite
-    "tokens": _maybe(_count),
-    "ranks": _count,
-    **dict.fromkeys(("schedule", "layout", "kernel"), _maybe(_text)),
-    **dict.fromkeys(("peak_bytes", "predicted_bytes"), _maybe(_list(_count))),
-    **dict.fromkeys(("components", "predicted"), _table(_number)),
+    **dict.fromkeys(("tokens", "heads", "kv_heads", "head_dim", "window", "predicted_bytes"), _maybe(_count)),
+    **dict.fromkeys(("ranks", "nodes"), _count),
+    **dict.fromkeys(("schedule", "layout", "kernel", "dilated"), _maybe(_text)),
+    "causal": _maybe(_flag),
+    "peak_bytes": _maybe(_list(_count)),
+    **dict.fromkeys(("components", "predicted_components"), _table(_number)),
 }
 
 

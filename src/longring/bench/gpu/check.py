@@ -71,22 +71,22 @@ def errors_of(x: Given, pattern: Pattern, found: Result, *, rows: Tensor | None 
     at = sampled(x.q.shape[1], x.q.device, within=rows)
     here = at if rows is None else torch.searchsorted(rows, at)
     want = exact_rows(x if found.dq is not None else x._replace(dout=None), pattern, at)
-    errors = {"out": _worst(found.out[:, here], want.out)}
+    errors = {"out": worst_error(found.out[:, here], want.out)}
     if found.lse is not None:
         errors["lse"] = float((found.lse[:, :, here].double() - want.lse).abs().max())
     if found.dq is not None:
         assert want.dq is not None
-        errors["dq"] = _worst(found.dq[:, here], want.dq)
+        errors["dq"] = worst_error(found.dq[:, here], want.dq)
     if found.dk is not None and found.dv is not None:
         assert found.lse is not None, "dk and dv need the lse of all rows"
         columns = sampled(x.k.shape[1], x.k.device, seed=2)
         there = exact_columns(x, pattern, columns, found.out, found.lse)
-        errors["dk"] = _worst(found.dk[:, columns], there.dk)
-        errors["dv"] = _worst(found.dv[:, columns], there.dv)
+        errors["dk"] = worst_error(found.dk[:, columns], there.dk)
+        errors["dv"] = worst_error(found.dv[:, columns], there.dv)
     return errors
 
 
-def _worst(got: Tensor, want: Sum) -> float:
+def worst_error(got: Tensor, want: Sum) -> float:
     """The largest error of a row over its size, all heads together; nan is infinite."""
     distance = (got.double() - want.value).square_().sum((2, 3))
     size = want.size.square().sum(2)

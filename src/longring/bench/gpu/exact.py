@@ -40,49 +40,54 @@ class Columns(NamedTuple):
     dv: Sum
 
 
-def exact_rows(x: Given, pattern: Pattern, rows: Tensor) -> Rows:
-    """out, lse and, where there is an upstream gradient, dq of the queries at `rows`, from q, k, v and dout alone."""
+def exact_rows(x: Given, pattern: Pattern, rows: Tensor, *, dtype: torch.dtype = torch.float64) -> Rows:
+    """out, lse and, where there is an upstream gradient, dq of the queries at `rows`, from q, k, v and dout alone.
+
+    In another dtype this is the same definition, no longer exact: it shows what rounding alone does.
+    """
     scale, share = x.q.shape[3] ** -0.5, x.q.shape[2] // x.k.shape[2]
-    q = x.q[:, rows].double()
+    q = x.q[:, rows].to(dtype)
     chunks = list(_chunks(x, pattern, rows))
     lse = q.new_full((q.shape[0], q.shape[2], len(rows)), -torch.inf)
     for columns, counts in chunks:
-        lse = torch.logaddexp(lse, _scores(q, _wide(x.k, columns, share), counts, scale).logsumexp(-1))
+        lse = torch.logaddexp(lse, _scores(q, _wide(x.k, columns, share, dtype), counts, scale).logsumexp(-1))
     out, out_size = torch.zeros_like(q), q.new_zeros(q.shape[:3])
     for columns, counts in chunks:
-        weights = _weights(_scores(q, _wide(x.k, columns, share), counts, scale), lse)
-        v = _wide(x.v, columns, share)
+        weights = _weights(_scores(q, _wide(x.k, columns, share, dtype), counts, scale), lse)
+        v = _wide(x.v, columns, share, dtype)
         out += torch.einsum("bhij,bjhd->bihd", weights, v)
         out_size += torch.einsum("bhij,bjh->bih", weights**2, (v**2).sum(-1))
     found = Sum(out, out_size.sqrt_())
     if x.dout is None:
         return Rows(found, lse, None)
-    dout = x.dout[:, rows].double()
+    dout = x.dout[:, rows].to(dtype)
     delta = torch.einsum("bihd,bihd->bhi", dout, out).unsqueeze(-1)
     dq, dq_size = torch.zeros_like(q), q.new_zeros(q.shape[:3])
     for columns, counts in chunks:
-        k = _wide(x.k, columns, share)
+        k = _wide(x.k, columns, share, dtype)
         weights = _weights(_scores(q, k, counts, scale), lse)
-        dweights = torch.einsum("bihd,bjhd->bhij", dout, _wide(x.v, columns, share))
+        dweights = torch.einsum("bihd,bjhd->bhij", dout, _wide(x.v, columns, share, dtype))
         dq += scale * torch.einsum("bhij,bjhd->bihd", weights * (dweights - delta), k)
         terms = weights**2 * (dweights**2 + delta**2)
         dq_size += scale**2 * torch.einsum("bhij,bjh->bih", terms, (k**2).sum(-1))
     return Rows(found, lse, Sum(dq, dq_size.sqrt_()))
 
 
-def exact_columns(x: Given, pattern: Pattern, columns: Tensor, out: Tensor, lse: Tensor) -> Columns:
+def exact_columns(
+    x: Given, pattern: Pattern, columns: Tensor, out: Tensor, lse: Tensor, *, dtype: torch.dtype = torch.float64
+) -> Columns:
     """dk and dv of the keys at `columns`. out and lse of all rows are taken as they were found.
 
     What rounding those had, the backward under test had to live with as well.
     """
     scale, share = x.q.shape[3] ** -0.5, x.q.shape[2] // x.k.shape[2]
-    k, v = _wide(x.k, columns, share), _wide(x.v, columns, share)
+    k, v = _wide(x.k, columns, share, dtype), _wide(x.v, columns, share, dtype)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     dk_size, dv_size = k.new_zeros(k.shape[:3]), k.new_zeros(k.shape[:3])
     for rows, counts in _chunks(x, pattern, columns, transposed=True):
-        q, dout = x.q[:, rows].double(), x.upstream[:, rows].double()
-        weights = _weights(_scores(q, k, counts, scale), lse[:, :, rows].double())
-        delta = torch.einsum("bihd,bihd->bhi", dout, out[:, rows].double()).unsqueeze(-1)
+        q, dout = x.q[:, rows].to(dtype), x.upstream[:, rows].to(dtype)
+        weights = _weights(_scores(q, k, counts, scale), lse[:, :, rows].to(dtype))
+        delta = torch.einsum("bihd,bihd->bhi", dout, out[:, rows].to(dtype)).unsqueeze(-1)
         dweights = torch.einsum("bihd,bjhd->bhij", dout, v)
         dv += torch.einsum("bhij,bihd->bjhd", weights, dout)
         dk += scale * torch.einsum("bhij,bihd->bjhd", weights * (dweights - delta), q)
@@ -102,10 +107,14 @@ def _over_shares(total: Tensor, size: Tensor, share: int) -> Sum:
 def pair_counts_at(pattern: Pattern, i: Tensor, j: Tensor, kv_heads: int) -> Tensor:
     """How often queries at positions i and keys at positions j count: [kv_heads or 1, i, j]."""
     i, j = i.view(1, -1, 1), j.view(1, 1, -1)
-    if isinstance(pattern, Dense) and pattern == Dense(causal=pattern.causal):
-        return (j <= i if pattern.causal else (j >= 0).expand(1, i.shape[1], -1)).long()
+    if isinstance(pattern, Dense) and pattern.only_limits is not None:
+        lo, hi = pattern.only_limits
+        seen = torch.ones_like(j - i, dtype=torch.bool) if lo is None else j - i >= lo
+        return (seen if hi is None else seen & (j - i <= hi)).long()
     if not isinstance(pattern, Dilated) or pattern.documents is not None:
-        raise PatternError(f"the checker knows dense and dilated attention without further options, got {pattern!r}")
+        raise PatternError(
+            f"the checker knows dense and dilated attention without documents or lengths, got {pattern!r}"
+        )
     heads = torch.arange(kv_heads, device=i.device).view(-1, 1, 1)
     counts = torch.zeros((), dtype=torch.long, device=i.device)
     for w, r in pattern.branches:
@@ -129,15 +138,15 @@ def _chunks(x: Given, pattern: Pattern, some: Tensor, transposed: bool = False) 
         yield others[kept], counts[:, kept] if transposed else counts[:, :, kept]
 
 
-def _wide(x: Tensor, positions: Tensor, share: int) -> Tensor:
+def _wide(x: Tensor, positions: Tensor, share: int, dtype: torch.dtype) -> Tensor:
     """[batch, positions, heads, d]: every query head with the keys of its kv head."""
-    return x[:, positions].double().repeat_interleave(share, 2)
+    return x[:, positions].to(dtype).repeat_interleave(share, 2)
 
 
 def _scores(q: Tensor, k: Tensor, counts: Tensor, scale: float) -> Tensor:
     """[batch, heads, i, j], log(count) added."""
     scores = scale * torch.einsum("bihd,bjhd->bhij", q, k)
-    logs = counts.double().log()
+    logs = counts.to(q.dtype).log()
     return scores + (logs if len(logs) == 1 else logs.repeat_interleave(q.shape[2] // len(logs), 0))
 
 

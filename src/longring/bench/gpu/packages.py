@@ -60,7 +60,7 @@ def dilated_peers(stage: Stage, x: Given, pattern: Dilated) -> list[Entry]:
         "fkodom": (lambda: fkodom_attention(pattern), pattern),
     }
     found: list[Entry] = []
-    with _clones_in(stage.peers):
+    with clones_in(stage.peers):
         for name, (make, instead) in makers.items():
             try:
                 found.append(Package(name, x, make(), instead))
@@ -72,7 +72,7 @@ def dilated_peers(stage: Stage, x: Given, pattern: Dilated) -> list[Entry]:
 
 
 @contextmanager
-def _clones_in(folder: Path | None) -> Iterator[None]:
+def clones_in(folder: Path | None) -> Iterator[None]:
     """Importable for as long as this lasts, behind everything that is installed."""
     clones = sorted(str(clone) for clone in folder.iterdir() if clone.is_dir()) if folder else []
     before = list(sys.path)
