@@ -28,6 +28,7 @@ WORKSPACE = "workspace"
 KEYS = "K/V buffers"
 BY_HEADS = "rows by heads"
 TRAVELLING = "travelling dK/dV"
+SYMMETRIC = "symmetric memory"
 OTHER = "other"
 RECEIVED = {"keys and values": KEYS, "gradients": TRAVELLING, "rows by heads": BY_HEADS}
 """What is received in a post, by what the engine calls it."""

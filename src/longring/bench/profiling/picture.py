@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ...errors import LongringError
-from ...plan.quantities import spoken_bytes
+from ...plan.quantities import spoken_bytes, spoken_seconds
 from ..pictures import INK, PALETTE
-from .memory import BY_HEADS, GRADIENTS, KEYS, OTHER, TRAVELLING, WORKSPACE
+from .memory import BY_HEADS, GRADIENTS, KEYS, OTHER, SYMMETRIC, TRAVELLING, WORKSPACE
 from .run import Profile, Rank
 
 DOTS_PER_INCH = 160
@@ -38,6 +39,7 @@ COMPONENTS = {
     TRAVELLING: "#006D2C",
     BY_HEADS: "#C7E9C0",
     WORKSPACE: "#FD8D3C",
+    SYMMETRIC: "#FDD0A2",
     OTHER: "#BDBDBD",
 }
 
@@ -73,17 +75,10 @@ def _matplotlib() -> Any:
 
 
 def _summary(profile: Profile) -> str:
-    seconds = ", ".join(
-        f"{phase} {_spoken(sorted(times)[len(times) // 2])}" for phase, times in profile.seconds.items()
-    )
     runs = len(next(iter(profile.seconds.values())))
+    seconds = ", ".join(f"{phase} {spoken_seconds(median(times))}" for phase, times in profile.seconds.items())
     hidden = "nothing was sent" if profile.overlap is None else f"{profile.overlap:.0%} of communication hidden"
     return f"{seconds} (median of {runs}), {hidden}; measured on {profile.device}, {profile.kernel} kernel"
-
-
-def _spoken(seconds: float) -> str:
-    factor, unit = _time_unit(seconds)
-    return f"{seconds * factor:.3g} {unit}"
 
 
 def _time_unit(seconds: float) -> tuple[float, str]:

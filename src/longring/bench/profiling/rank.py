@@ -24,7 +24,7 @@ from ...sharding import Sharding
 from ...transport.journal import Journal
 from ..memory import Peak as Most
 from ..memory import measured_peak
-from .memory import GRADIENTS, OUT, WORKSPACE, Account, Sample, highest
+from .memory import GRADIENTS, OUT, SYMMETRIC, WORKSPACE, Account, Sample, highest
 from .spans import Clock, DeviceClock, HostClock, Recorder, Span
 
 PATIENCE = 120.0  # seconds after which a rank that does not answer is lost
@@ -116,7 +116,7 @@ def attend(asked: Asked) -> Seen:
         runs=runs,
         memory_run=memory_run,
         samples=samples,
-        peaks=_peaks(samples, memory_run, rank.peaks()),
+        peaks=_peaks(samples, memory_run, rank.peaks(), getattr(rank.sharding.transport, "symmetric_bytes", 0)),
         predicted=_predicted(asked, choice),
         bytes_sent={phase: _sent(memory_run, phase) for phase in asked.phases},
         bytes_planned=_planned(asked, choice),
@@ -180,7 +180,8 @@ class _Rank:
         if account is not None:
             release_buffers()
         dist.barrier()
-        clock: Clock = DeviceClock() if self._asked.device == "cuda" else HostClock()
+        is_by_device = self._asked.device == "cuda" and account is None  # memory is taken when the host asks for it
+        clock: Clock = DeviceClock() if is_by_device else HostClock()
         phases: dict[str, tuple[Any, Any]] = {}
 
         @contextmanager
@@ -306,8 +307,11 @@ def _milestones(run: Run) -> list[float]:
 # ------------------------------------------------------------------------------------------- measured and planned
 
 
-def _peaks(samples: list[Sample], run: Run, by_allocator: dict[str, int]) -> dict[str, Peak]:
-    """Components where the most was held; what only the allocator saw is inside kernels."""
+def _peaks(samples: list[Sample], run: Run, by_allocator: dict[str, int], symmetric: int) -> dict[str, Peak]:
+    """Components where the most was held; what only the allocator saw is inside kernels.
+
+    What ranks of one GPU machine share for their messages is beside the allocator's count, and there all the time.
+    """
     end_of_forward = run.phases["forward"][1]
     found = {}
     for phase, allocated in by_allocator.items():
@@ -316,7 +320,9 @@ def _peaks(samples: list[Sample], run: Run, by_allocator: dict[str, int]) -> dic
         inside = allocated - sum(components.values())
         if inside > 0:
             components[WORKSPACE] = components.get(WORKSPACE, 0) + inside
-        found[phase] = Peak(max(allocated, sum(components.values())), components)
+        if symmetric:
+            components[SYMMETRIC] = symmetric
+        found[phase] = Peak(sum(components.values()), components)
     return found
 
 
