@@ -12,9 +12,11 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..errors import ArgumentError, LongringError
+from .bench import app as bench
 from .conform import conform
 from .demo import demo
 from .doctor import doctor
+from .plan import plan
 from .profile import profile
 from .replay import replay
 
@@ -32,6 +34,8 @@ class _InOrder(TyperGroup):
 # Plain help: what it would take to colour it is twice the time of showing it.
 app = typer.Typer(cls=_InOrder, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command()(doctor)
+app.command(short_help="Memory, traffic and time over many ranks, predicted.")(plan)
+app.add_typer(bench, name="bench")
 app.command()(profile)
 app.command()(replay)
 app.command()(conform)
