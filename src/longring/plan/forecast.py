@@ -33,7 +33,7 @@ PLAYED_AT_ONCE, PLAYED_AT_MOST = 16, 256  # ranks up to which every choice is pl
 DILATED_PLAYED_AT_MOST = 32  # where every pair of ranks is looked at
 ROWS_NAMED = 1 << 18  # dilated rows that ulysses names one by one take seconds beyond
 RANKS_NAMED = 512  # and so do as many messages to everybody
-AS_FAST, AS_THRIFTY = 1.02, 1.05  # by less nobody is faster, or holds less
+AS_FAST, AS_THRIFTY = 1.02, 1.1  # by less nobody is faster, or holds less
 A_BLOCK = 128  # tokens: answers to "how long" are whole blocks of them on every rank
 
 
@@ -532,7 +532,7 @@ def _next_guess(fits: int, need_fits: int, fails: int, need_fails: int, limit: i
     return min(max(on_the_line, fits + 1), fails - 1)
 
 
-MOST_RANKS = 1 << 16
+MOST_RANKS = 1 << 14
 
 
 @dataclass(frozen=True)
