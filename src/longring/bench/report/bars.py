@@ -93,20 +93,18 @@ def _whole(bar: Bar, most: float) -> Markup:
 
 
 def _stack(bar: Bar, most: float, unit: str, letters: dict[str, str]) -> list[Markup]:
-    made, start = [], 0.0
-    for part, told in bar.parts:
-        size = told.number
-        if not size:
+    """Parts in the order of their letters, the same in every bar, so that bars can be compared part by part."""
+    made, start, parts = [], 0.0, dict(bar.parts)
+    for number, (part, letter) in enumerate(letters.items()):
+        told = parts.get(part, Told(None))
+        if not told.number:
             continue
-        number = list(letters).index(part) % FILLS
-        title = f"{lengthy(part)}: {spoken(told.value, unit)}"
-        made.append(
-            rect(percent(start, most), 1, percent(size, most), HEIGHT - 2, class_=f"part p{number}", title=title)
-        )
-        if size > 0.035 * most:
-            middle = percent(start + size / 2, most)
-            made.append(tag("text", letters[part], x=middle, y=14, text_anchor="middle", class_="on-part"))
-        start += size
+        title, class_ = f"{lengthy(part)}: {spoken(told.value, unit)}", f"part p{number % FILLS}"
+        made.append(rect(percent(start, most), 1, percent(told.number, most), HEIGHT - 2, class_=class_, title=title))
+        if told.number > 0.035 * most:
+            middle = percent(start + told.number / 2, most)
+            made.append(tag("text", letter, x=middle, y=14, text_anchor="middle", class_="on-part"))
+        start += told.number
     return made
 
 

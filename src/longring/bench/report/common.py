@@ -22,17 +22,18 @@ def summary(told: Told, verdict: object, *, is_right: bool | None) -> Markup:
 
 
 def setting(told: Told) -> Part:
-    """The command, its arguments, versions and machine: what is needed to do it again."""
+    """The command as it was typed, if the record has it, its arguments, versions and machine."""
     facts = [_facts(told[key]) for key in ("arguments", "versions", "machine")]
-    command = tag("p", "The command: ", tag("code", command_line(told.value)))
+    words = [(tag("span", word), " ") for word in told["line"].text.split()]
+    command = tag("p", "The command: ", tag("code", *words)) if words else None
     titles = "Arguments", "Versions", "Machine"
     lists = [folded(title, fact, open_=True) for title, fact in zip(titles, facts, strict=True) if fact]
     return Part("setting", "How it was run", [command, *lists])
 
 
 def _facts(told: Told) -> Markup | None:
-    pairs = [(tag("dt", lengthy(key)), tag("dd", _plain(value.value))) for key, value in told.items()]
-    return tag("dl", *pairs, class_="facts") if pairs else None
+    pairs = [tag("div", tag("dt", lengthy(key)), tag("dd", _plain(value.value))) for key, value in told.items()]
+    return tag("dl", *pairs, class_="short facts") if pairs else None
 
 
 def _plain(value: Any) -> str:
@@ -41,26 +42,6 @@ def _plain(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_plain, value)) or "none"
     return spoken(value)
-
-
-def command_line(record: dict[str, Any]) -> str:
-    """As it could be typed; options that were left alone are not typed."""
-    if isinstance(record.get("line"), str):
-        return record["line"]
-    words = ["longring", str(record.get("command", ""))]
-    for key, value in (record.get("arguments") or {}).items():
-        option = "--" + str(key).removeprefix("as_").replace("_", "-")
-        if value is True:
-            words.append(option)
-        elif value not in (None, False, [], "") and not isinstance(value, dict):
-            words.append(f"{option} {_typed(value)}")
-    return " ".join(words)
-
-
-def _typed(value: Any) -> str:
-    if not isinstance(value, list):
-        return str(value)
-    return ",".join(":".join(map(str, one)) if isinstance(one, list) else str(one) for one in value)
 
 
 def mark(ok: Any, *, good: str = "right", bad: str = "WRONG") -> Markup:

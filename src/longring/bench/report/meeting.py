@@ -119,32 +119,27 @@ def draw(told: Told, *, name: str) -> Markup:
     return figure(name, _caption(told), drawn, table, class_="meeting")
 
 
-_NUMBERED = " It is computed by the rank of the first number, which holds the queries, at the step of the second."
-_COLOURED = " It has the colour of the rank that computes it, which holds the queries."
+_ALONE = "Which keys its queries meet, from the first position to the last: the higher, the more pairs of each key."
+_SQUARE = (
+    "The sequence is cut where ranks begin and end; queries down, keys across. The stronger a square's colour, the "
+    "more of its pairs count. "
+)
+_BY_HEADS = "Under this schedule every rank computes all of it, for its own heads."
+_NUMBERED = "It is computed by the rank of the first number, which holds the queries, at the step of the second."
+_COLOURED = "It has the colour of the rank that computes it, which holds the queries."
 
 
 def _caption(told: Told) -> Markup:
     ranks, drawn = told["ranks"].value, told["drawn_ranks"].value
     alone = len(told["queries"].value) < len(told["keys"].value)
-    what = (
-        f"Which keys the queries of rank {told['queries'][0]['rank'].text} meet, from the first position to the last: "
-        "the higher, the more pairs."
-        if alone
-        else "The sequence is cut where ranks begin and end; queries down, keys across. The stronger a square's "
-        "colour, the more of its pairs count."
-    )
-    numbered = (
-        " The first number is that rank, the second the step at which it computes them." if _is_numbered(told) else ""
-    )
-    by_heads = (
-        " Under this schedule every rank computes all of it, for its own heads." if told["by_heads"].value else ""
-    )
+    whose = f"rank {told['queries'][0]['rank'].text} of " if alone else ""
+    colour = _BY_HEADS if told["by_heads"].value else _NUMBERED if _is_numbered(told) else _COLOURED
     return together(
         f"{told['of'].text[0].upper()}{told['of'].text[1:]}, at its own size: ",
         shown(told["tokens"]),
-        " tokens on ",
+        f" tokens, {whose}",
         shown(told["ranks"]),
-        f" rank{'s' if ranks > 1 else ''}. {what}{by_heads or ('' if alone else numbered)}",
+        f" rank{'s' if ranks > 1 else ''}. {_ALONE if alone else _SQUARE + colour}",
         f" {drawn:,} of {ranks:,} ranks are drawn, evenly chosen." if drawn < ranks else "",
     )
 
@@ -230,24 +225,20 @@ def _names(told: Told) -> list[Markup]:
 
 
 def _strip(told: Told) -> Markup:
-    """One rank's queries: a bar for every stretch of keys."""
-    columns = [sum(row[col] for row in told["pairs"].value) for col in range(len(told["keys"].value))]
-    most, wide = max(1, *columns), len(columns)
-    bars = [
-        tag(
-            "rect",
-            tag("title", f"keys {key['first']:,} to {key['last']:,} of rank {key['rank']}: {count:,} pairs"),
-            x=percent(index, wide),
-            y=percent(most - 0.94 * count, most),
-            width=percent(0.84, wide),
-            height=percent(0.94 * count, most),
-            class_="measured",
-        )
-        for index, (key, count) in enumerate(zip(told["keys"].value, columns, strict=True))
-        if count
-    ]
-    last = told["keys"][wide - 1]["last"].value
-    ends = tag("p", tag("span", "key 0"), tag("span", f"key {last:,}"), class_="ends", aria_hidden="true")
+    """One rank's queries: a bar for every stretch of keys, as wide as the stretch."""
+    keys = told["keys"].value
+    columns = [sum(row[col] for row in told["pairs"].value) for col in range(len(keys))]
+    densest = max(count / key["tokens"] for key, count in zip(keys, columns, strict=True)) or 1.0
+    whole, start, bars = sum(key["tokens"] for key in keys), 0, []
+    for key, count in zip(keys, columns, strict=True):
+        height = 0.94 * count / key["tokens"] / densest
+        title = f"keys {key['first']:,} to {key['last']:,} of rank {key['rank']}: {count:,} pairs"
+        if count:
+            box = {"x": percent(start, whole), "width": percent(key["tokens"], whole)}
+            box |= {"y": percent(1 - height, 1), "height": percent(height, 1)}
+            bars.append(tag("rect", tag("title", title), class_="measured edged", **box))
+        start += key["tokens"]
+    ends = tag("p", tag("span", "key 0"), tag("span", f"key {keys[-1]['last']:,}"), class_="ends", aria_hidden="true")
     drawn = tag("svg", *bars, width="100%", height=120, class_="strip", role="img", aria_label=_words(told))
     return together(drawn, ends)
 
