@@ -206,7 +206,7 @@ def _cost_table(found: Replayed) -> Table:
 
 
 def _check_table(found: Replayed) -> Table:
-    title = "Error of sampled rows by their size, and what is allowed: all together, and the worst"
+    title = "Errors of sampled rows and what is allowed: of all, and of the worst"
     table = screen.table(title, "quantity", numbers=("rows", "error", "allowed", "worst", "allowed", "at position"))
     for check in found.checks:
         colour = "green" if check.ok else "bold red"

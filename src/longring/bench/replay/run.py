@@ -157,10 +157,10 @@ class Replayed:
         others = self.setting.ranks - 1
         if not others:
             return "Nothing: there is no other rank."
-        whose = "the other rank's" if others == 1 else f"the other {others:,} ranks'"
+        who = "the other rank" if others == 1 else f"the other {others:,} ranks"
         said = (
-            f"{whose.capitalize()} keys and values were generated from (seed, position) when they were due, which is "
-            "not part of the time; no link was used, and nothing waited for one."
+            f"What {who} would have sent of keys and values was generated from (seed, position) when it was due, which "
+            "is not part of the time; no link was used, and nothing waited for one."
         )
         if "backward" in self.phases:
             said += " Their gradients were taken as zero, so that what the rank sent is its own contribution."
