@@ -1,4 +1,4 @@
-"""Write what commands print anew into docs/command_line.md: python docs/write_command_line.py"""
+"""Write what commands print anew into docs/command_line.md and docs/plan.md: python docs/write_command_line.py"""
 
 import os
 import re
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-DOCUMENT = Path(__file__).parent / "command_line.md"
+DOCUMENTS = [Path(__file__).parent / name for name in ("command_line.md", "plan.md")]
 SHOWN = re.compile(r"(?P<begin><!-- printed by: (?P<command>.*?) -->\n```text\n).*?(?P<end>```\n)", flags=re.DOTALL)
 
 
@@ -31,4 +31,5 @@ def renewed(text: str) -> str:
 
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(renewed(DOCUMENT.read_text()))
+    for document in DOCUMENTS:
+        document.write_text(renewed(document.read_text()))

@@ -127,12 +127,13 @@ def test_moving_takes_the_busiest_line_by_hand():
 # ------------------------------------------------------------------------------------------------ a question
 
 
-def test_all_pairs_of_longnet_are_counted_on_one_period():
+def test_all_pairs_of_longnet_are_counted_on_some_periods(monkeypatch):
+    monkeypatch.setattr(forecast, "LONG", 130)
     pattern = Dilated([8, 16, 64], [1, 2, 4])
     question = asked(pattern=pattern, tokens=640, kv_heads=4, ranks=5)
     layout = deal("contiguous", 640, 5)
     task = Task(pattern, Problem(1, 640, 640, 4, 0), layout, layout, 8)
-    assert question.alone.tokens == 64
+    assert question.alone.tokens == 128
     assert question.pairs == sum(pairs(task, rank) for rank in range(5))
     assert question.flops("backward") == 10 * 64 * 2 * question.pairs
 

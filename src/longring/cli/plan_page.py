@@ -34,9 +34,16 @@ def print_forecast(found: Forecast, *, begins_with: str = "", ends_with: str = "
     console.print(f"[bold]Take {best.schedule}, {best.layout}[/]: {found.reason}.\n")
     work = (_tera(each.flops) for each in (best.forward, best.backward))
     _print(console, "A layer is {} TFLOP forward and {} backward a rank, on average.".format(*work), "")
-    for table in (_times(found), _sending(found), _holding(found, "forward"), _holding(found, "backward")):
+    for table in (
+        _times(found),
+        _moving(found),
+        _holding(found, "forward"),
+        _holding(found, "backward"),
+        _parts(best),
+    ):
+        title, table.title = table.title, None  # which would be folded to the width of a narrow table
+        console.print(f"[bold]{title}[/]")
         console.print(table)
-    console.print(_parts(best))
     if ends_with:
         _print(console, ends_with, "")
     _print(console, *_small_print(found))
@@ -152,9 +159,9 @@ def _small_print(found: Forecast) -> list[str]:
     exact = all(one.forward.traffic.is_exact for one in found.choices)
     counted = "to the byte" if exact else "some of its thousands of steps speaking for the others"
     told = [
-        f"sent, held: by rank {asked}, {counted}; a step: the most of one. balance: the most work of a few ranks, over "
-        "the mean of all. TFLOP/s of a rank, and efficiency (against one rank that could hold everything): forward and "
-        "backward together.",
+        f"moved, held: by rank {asked}, {counted}; a step: the most of one. balance: the most work of a few ranks, "
+        "over the mean of all. TFLOP/s of a rank, and efficiency (against one rank that could hold everything): "
+        "forward and backward together.",
         "hides: forward/backward, whether less than 2 % of the time is waiting; from: tokens a rank from which on "
         "computing takes longer than moving.",
         *(f"Left out: {line}." for line in found.left_out),
@@ -181,7 +188,7 @@ def _name(found: Forecast, choice: Choice) -> str:
 def _times(found: Forecast) -> Table:
     layers = found.question.layers
     step = "both" if layers == 1 else f"{layers} layers"
-    numbers = ("forward", "backward", step, "TFLOP/s", "efficiency", "balance", "holds", "fits")
+    numbers = ("forward", "backward", step, "TFLOP/s", "effi-\nciency", "balance", "holds", "fits")
     table = screen.table(
         "Time of a layer, how well it is spent, and what a rank holds of all layers", "", numbers=numbers
     )
@@ -200,17 +207,21 @@ def _times(found: Forecast) -> Table:
     return table
 
 
-def _sending(found: Forecast) -> Table:
+def _moving(found: Forecast) -> Table:
     where = ("inside", "outside") if found.question.nodes > 1 else ("inside",)
-    numbers = ("sent\nforward", "sent\nbackward", "messages", *(f"a step\n{place}" for place in where), "hides", "from")
-    table = screen.table("What a rank sends for a layer, and whether computing hides it", "", numbers=numbers)
+    steps = (f"a step\n{place}" for place in where)
+    numbers = ("moved\nforward", "moved\nbackward", "messages", *steps, "hides", "from")
+    table = screen.table(
+        "What a rank sends or receives for a layer, and whether computing hides it", "", numbers=numbers
+    )
     for one in found.choices:
-        passes, carried = (one.forward, one.backward), one.forward.traffic.sent
+        passes = one.forward, one.backward
+        carried = [each.traffic.busier for each in passes]
         table.add_row(
             _name(found, one),
-            *(spoken_bytes(each.traffic.bytes_sent) for each in passes),
-            "/".join(f"{each.traffic.messages_sent}" for each in passes),
-            *(spoken_bytes(carried[place].most_bytes) for place in where),
+            *(spoken_bytes(sum(some.bytes for some in each.values())) for each in carried),
+            "/".join(f"{sum(some.messages for some in each.values())}" for each in carried),
+            *(spoken_bytes(carried[0][place].most_bytes) for place in where),
             ("" if one.is_played else "~") + "/".join("yes" if each.is_hidden else "no" for each in passes),
             "/".join(_from(each) for each in passes),
         )

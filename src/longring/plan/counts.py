@@ -90,6 +90,11 @@ class Traffic:
     def messages_sent(self) -> int:
         return sum(carried.messages for carried in self.sent.values())
 
+    @property
+    def busier(self) -> dict[str, Carried]:
+        """What is sent or what is received, whichever is more."""
+        return max(self.sent, self.received, key=lambda way: sum(carried.bytes for carried in way.values()))
+
     def moving(self, hardware: Hardware, node_ranks: int, where: Iterable[str] = ("inside", "outside")) -> float:
         """Seconds that the busiest of the rank's lines needs for it, if nothing else delays it."""
         return max(

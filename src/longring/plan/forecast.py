@@ -32,6 +32,7 @@ OF_NODES = ("double_ring", "hybrid")  # without several nodes of several ranks t
 PLAYED_AT_ONCE, PLAYED_AT_MOST = 16, 256  # ranks up to which every choice is played, and the leading ones
 DILATED_PLAYED_AT_MOST = 32  # where every pair of ranks is looked at
 ROWS_NAMED = 1 << 18  # dilated rows that ulysses names one by one take seconds beyond
+LONG = 1 << 20  # tokens of one rank, beyond which periods of LongNet's segments stand for each other
 RANKS_NAMED = 512  # and so do as many messages to everybody
 AS_FAST, AS_THRIFTY = 1.02, 1.1  # by less nobody is faster, or holds less
 A_BLOCK = 128  # tokens: answers to "how long" are whole blocks of them on every rank
@@ -105,7 +106,7 @@ class Question:
 
     @cached_property
     def alone(self) -> Question:
-        """On one rank; of LongNet's segments only as long as they all come out even, since then they repeat."""
+        """On one rank; of LongNet's very long ones only so many segments that all come out even, since they repeat."""
         return replace(self, ranks=1, nodes=1, tokens=self._period)
 
     @property
@@ -114,9 +115,10 @@ class Question:
 
     @property
     def _period(self) -> int:
-        if not isinstance(self.pattern, Dilated):
+        if not isinstance(self.pattern, Dilated) or self.tokens <= LONG:
             return self.tokens
-        return min(self.tokens, lcm(*(w for w, _ in self.pattern.branches)))
+        once = lcm(*(w for w, _ in self.pattern.branches))
+        return min(self.tokens, once * max(1, LONG // once))
 
     def flops(self, phase: Phase) -> int:
         """Of all ranks, a layer."""
