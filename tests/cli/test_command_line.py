@@ -54,7 +54,9 @@ def longring(*arguments, code="from longring.cli import main; main()", python=()
 
 
 def environment():
-    return {**os.environ, "NO_COLOR": "1", "COLUMNS": "80"}
+    """As most users have it: what is printed waits in a buffer."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return {**inherited, "NO_COLOR": "1", "COLUMNS": "80"}
 
 
 def odd(*arguments):
@@ -189,8 +191,10 @@ def test_a_reader_that_leaves_is_no_error(more):
     assert running.wait(timeout=30) == 141
 
 
-def test_a_reader_that_leaves_before_a_short_text_is_no_error():
-    with started("--help", code="import time; time.sleep(0.5); from longring.cli import main; main()") as running:
+@pytest.mark.parametrize("arguments", [(), ("--help",)])
+def test_a_reader_that_leaves_before_a_short_text_is_no_error(arguments):
+    """Which is still in a buffer when the command is done."""
+    with started(*arguments, code="import time; time.sleep(0.5); from longring.cli import main; main()") as running:
         running.stdout.close()
         assert running.stderr.read() == ""
     assert running.wait(timeout=30) == 141

@@ -24,13 +24,13 @@ SMALL = ("--tokens", "67", "--head-dim", "16", "--heads", "4", "--kv-heads", "2"
 
 def longring(*arguments):
     command = [sys.executable, "-c", "from longring.cli import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "NO_COLOR": "1"})
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env={**os.environ, "NO_COLOR": "1"})
 
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
     out = tmp_path_factory.mktemp("printed") / "new" / "folder"
-    return longring("demo", *SMALL, "--out", str(out)), out
+    return longring("demo", *SMALL, "--out", str(out), "--report", str(out / "page.html")), out
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +73,14 @@ def test_pictures_are_saved_and_named(printed):
         data = (out / name).read_bytes()
         assert data.startswith(b"\x89PNG\r\n\x1a\n")
         assert len(data) > 5000
+
+
+def test_the_report_is_one_page(printed):
+    done, out = printed
+    assert f"report: {out / 'page.html'}" in done.stdout
+    page = (out / "page.html").read_text()
+    assert page.lower().startswith("<!doctype html>")
+    assert '"command": "demo"' in page or '"command":"demo"' in page
 
 
 def test_json_has_every_row_within_its_budget(as_json):

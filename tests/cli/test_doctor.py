@@ -163,14 +163,24 @@ def two_gpus(*, direct=True, free=140 << 30):
 
 
 @pytest.fixture
-def hopper(monkeypatch):
-    """Tensors on a GPU that is not there: shapes alone, nothing is computed."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+def on_gpu(monkeypatch):
+    """Kernels on a GPU that is not there, by its compute capability: shapes alone, nothing is computed."""
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr("longring.kernels.operations.triton.is_available", lambda device: True)
+
+    def found(*capability):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        return kernels_on("cuda:0")
+
+    fused._picked.cache_clear()
     with FakeTensorMode():
-        yield kernels_on("cuda:0")
+        yield found
     fused._picked.cache_clear()  # a GPU that is there may choose otherwise
+
+
+@pytest.fixture
+def hopper(on_gpu):
+    return on_gpu(9, 0)
 
 
 def test_on_a_gpu_the_table_chooses_by_shape_and_each_refusal_names_its_shapes(hopper):
@@ -184,6 +194,16 @@ def test_on_a_gpu_the_table_chooses_by_shape_and_each_refusal_names_its_shapes(h
     assert any(text.startswith("cudnn, flash: ") and text.endswith("[float32, d 128]") for text in refused)
     shares = hopper.taken[1].forward["dilated"]
     assert sum(shares.values()) == pytest.approx(1)
+
+
+def test_an_older_gpu_chooses_otherwise(on_gpu):
+    assert dict(_kernel_lines(on_gpu(8, 0)))["bfloat16, d 128"].startswith("dense: flash; window: flash")
+
+
+def test_a_gpu_older_than_all_fused_kernels_of_16_bits(on_gpu):
+    lines = dict(_kernel_lines(on_gpu(7, 0)))
+    assert lines["bfloat16, d 128"].startswith("dense: reference")
+    assert lines["float32, d 128"].startswith("dense: efficient")
 
 
 @pytest.fixture
