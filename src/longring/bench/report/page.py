@@ -73,9 +73,9 @@ def _end(saved_as: str) -> Markup:
     return together(
         tag(
             "p",
-            "Every number of the run stands in its record, which is part of this page (the element data in its source), "
-            "and is rounded only where it is shown. What was counted for the drawings is there under drawn; marks of axes "
-            "and shares of a budget are computed from it.",
+            "Every number of the run stands in its record, which is part of this page (the element data in its "
+            "source), and is rounded only where it is shown. What was counted for the drawings is there under drawn; "
+            "marks of axes and shares of a budget are computed from it.",
         ),
         tag("p", tag("button", "Save the record as JSON", type="button", id="save", data_name=saved_as, hidden=True)),
     )
