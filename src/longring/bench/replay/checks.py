@@ -25,6 +25,7 @@ from .pairs import keys_of, phase_of, queries_of
 from .peers import Sent, position_of, row_of
 
 SLACK = 2.0  # that of longring.testing, which is no room below this one
+FEW_HEADS = 4  # of which rows are drawn branch by branch
 AFFORDABLE = 1 << 24  # pairs of a query head and a key: below, every row of the rank is computed in float64
 
 
@@ -77,44 +78,38 @@ def sampled_rows(task: Task, shard: Shard, samples: int, seed: int) -> list[Vect
     Dense: with all heads. Dilated: of one kv head each; half of them are drawn branch by branch, since of those whose
     rate is high a random row sees nothing.
     """
-    n, problem = size(shard), task.problem
-    if not n:
+    if not shard:
         return []
     chance = random.Random(seed)
-    ends = {position for piece in shard for position in (piece[0], piece[-1])}
-    batch = lambda: chance.randrange(problem.batch)  # noqa: E731
+    rows = range(size(shard))
+    drawn = {position_of(shard, row) for row in chance.sample(rows, min(len(rows), samples))}
+    drawn |= {position for piece in shard for position in (piece[0], piece[-1])}
+    batch, kv_heads = range(task.problem.batch), range(task.problem.kv_heads)
     if isinstance(task.pattern, Dense):
-        rows = ends | {position_of(shard, row) for row in chance.sample(range(n), min(n, samples))}
-        return [
-            Vector(b, position, head)
-            for position in sorted(rows)
-            for b in [batch()]
-            for head in range(problem.kv_heads)
-        ]
-    head = lambda: chance.randrange(problem.kv_heads)  # noqa: E731
-    found = {Vector(batch(), position, head()) for position in ends}
-    kept = [where for where in _kept(task.pattern, shard, problem.kv_heads) if where[1]]
-    found |= {_one_of(chance, *kept[number % len(kept)], batch()) for number in range(samples // 2) if kept}
-    every = list(range(n)) if n <= samples else chance.sample(range(n), samples)
-    found |= {Vector(batch(), position_of(shard, row), head()) for row in every}
+        some = {position: chance.choice(batch) for position in sorted(drawn)}
+        return [Vector(b, position, head) for position, b in some.items() for head in kv_heads]
+    found = {Vector(chance.choice(batch), position, chance.choice(kv_heads)) for position in sorted(drawn)}
+    kept = list(_kept(task.pattern, shard, len(kv_heads)))
+    for number in range(samples // 2 if kept else 0):
+        head, ranges = kept[number % len(kept)]
+        found.add(Vector(chance.choice(batch), chance.choice(chance.choice(ranges)), head))
     return sorted(found)
 
 
 def _kept(pattern: Dilated, shard: Shard, kv_heads: int) -> Iterator[tuple[int, list[range]]]:
-    """(kv head, the positions of the shard that it keeps) of every branch and some heads of each."""
-    for w, r in pattern.branches:
-        for kv_head in range(min(kv_heads, 4)):
-            phase, found = phase_of(pattern, r, kv_head, kv_heads), []
-            for piece in shard:
-                first, last = piece[0] // w, piece[-1] // w
-                for index in {first, (first + last) // 2, last}:
-                    if some := meet(piece, range(index * w + phase, (index + 1) * w, r)):
-                        found.append(some)
-            yield kv_head, found
+    """(kv head, some positions of the shard that it keeps) for a few heads, of every branch each."""
+    for kv_head in range(min(kv_heads, FEW_HEADS)):
+        for w, r in pattern.branches:
+            phase = phase_of(pattern, r, kv_head, kv_heads)
+            segments = ((piece, index) for piece in shard for index in _first_middle_last(piece, w))
+            found = [meet(piece, range(index * w + phase, (index + 1) * w, r)) for piece, index in segments]
+            if any(found):
+                yield kv_head, [some for some in found if some]
 
 
-def _one_of(chance: random.Random, kv_head: int, ranges: list[range], batch: int) -> Vector:
-    return Vector(batch, chance.choice(chance.choice(ranges)), kv_head)
+def _first_middle_last(piece: range, w: int) -> list[int]:
+    first, last = piece[0] // w, piece[-1] // w
+    return sorted({first, (first + last) // 2, last})
 
 
 def sampled_numbers(count: int, samples: int, seed: int) -> list[int]:
@@ -199,22 +194,20 @@ class Judge:
 
     def _known_rows(self, found: Results) -> tuple[Rows, str]:
         """out and lse of every row of this rank: in float64 where that costs little."""
-        problem, own = (
-            self.task.problem,
-            [position for piece in self._own for position in piece] if self._is_small else [],
-        )
-        if not own:
+        if not self._is_small:
             return Rows(found.out, found.lse), "with the forward's own lse and out for the rank's queries"
+        problem, share = self.task.problem, self.terms.share
         out, lse = found.out.double(), found.lse.double()
-        vectors = [Vector(b, p, h) for b in range(problem.batch) for p in own for h in range(problem.kv_heads)]
-        for asked in self._asked(vectors):
+        own = [position for piece in self._own for position in piece]
+        every = [Vector(b, p, h) for b in range(problem.batch) for p in own for h in range(problem.kv_heads)]
+        for asked in self._asked(every):
             exact = answers(self.terms, asked, with_dq=False)
-            rows = torch.tensor([row_of(self._own, position) for position in asked.positions], device=out.device)
-            shape = len(asked.kv_heads), len(rows), self.terms.share
-            heads = slice(asked.kv_heads.start * self.terms.share, asked.kv_heads.stop * self.terms.share)
-            vectors_ = exact["out"].value.view(*shape, -1).transpose(1, 2).flatten(0, 1)
-            out[asked.batch, rows, heads] = vectors_.transpose(0, 1)
-            lse[asked.batch, heads, rows] = exact["lse"].value.view(shape).transpose(1, 2).flatten(0, 1)
+            rows = [row_of(self._own, position) for position in asked.positions]
+            for place, kv_head in enumerate(asked.kv_heads):
+                heads = slice(kv_head * share, (kv_head + 1) * share)
+                some = slice(place * len(rows) * share, (place + 1) * len(rows) * share)
+                out[asked.batch, rows, heads] = exact["out"].value[some].unflatten(0, (len(rows), share))
+                lse[asked.batch, heads, rows] = exact["lse"].value[some].view(len(rows), share).T
         return Rows(out, lse), "with lse and out of the rank's queries in float64"
 
     @property
