@@ -76,6 +76,8 @@ class Lane:
 
     def first_row(self, owner: int) -> int:
         """Where the portion begins among the owner's rows."""
+        if self.task is self.whole:
+            return 0
         portion, every = self.task.keys.shards[owner], self.whole.keys.shards[owner]
         before = 0
         for piece in every:

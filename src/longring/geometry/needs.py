@@ -29,11 +29,15 @@ def rows_seen(task: Task, owner: int, ranks: Iterable[range]) -> tuple[range, ..
     found: list[range] = []
     begin = 0
     limits = task.pattern.only_limits
-    look_back = limits is not None and limits[0] is None  # then how far ahead they see decides
-    horizon = _horizon(task, ranks) if look_back else 0
+    if limits is not None and limits[0] is None:  # then how far ahead they see decides
+        horizon = _horizon(task, ranks)
+        for piece in task.keys.shards[owner]:
+            seen = min((horizon - piece.start) // piece.step + 1, len(piece))
+            found.append(range(begin, begin + seen))
+            begin += len(piece)
+        return united(found)
     for piece in task.keys.shards[owner]:
-        spans = [Span(piece[0], horizon)] if look_back else _spans(task, piece, ranks)
-        for span in spans:
+        for span in _spans(task, piece, ranks):
             first, last = max(span.first, piece[0]), min(span.last, piece[-1])
             start, stop = -(-(first - piece[0]) // piece.step), (last - piece[0]) // piece.step + 1
             found.append(range(begin + start, begin + stop))

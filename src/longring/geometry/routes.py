@@ -77,7 +77,7 @@ class Ring:
 
     def hosts(self, owner: int, steps: range) -> Iterator[range]:
         if steps:
-            first, last = (self.host(owner, steps[:: self.direction][end]) for end in (0, -1))
+            first, last = (self.host(owner, step) for step in (steps[0], steps[-1])[:: self.direction])
             yield from _arc(first, last, range(self.size))
 
 
