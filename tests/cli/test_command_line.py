@@ -102,6 +102,13 @@ def test_help_and_version_load_nothing_heavy(arguments):
     assert not imported & HEAVY
 
 
+def test_a_plan_needs_no_torch():
+    done = longring("plan", "--tokens", "64K", "--ranks", "2", python=("-X", "importtime"))
+    assert done.returncode == 0
+    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
+    assert not imported & {"torch", "numpy", "matplotlib"}
+
+
 def test_version():
     done = longring("--version")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"longring {__version__}\n", "")
