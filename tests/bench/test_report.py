@@ -15,7 +15,7 @@ import pytest
 import reported
 from browser import Browser, needs_browser
 from longring import Dense, Dilated
-from longring.bench.report import attending, meeting, tiles, write
+from longring.bench.report import attending, bench, meeting, tiles, write
 from longring.bench.report.asked import Asked, asked, in_small
 from longring.bench.report.markup import Markup, tag
 from longring.bench.report.svg import ticks
@@ -171,6 +171,23 @@ def test_a_record_that_has_little_makes_a_page(command):
     page = html(command, {"command": command, "arguments": {}})
     assert page.startswith("<!doctype html>")
     assert html(command, {**reported.envelope(command), "rows": [], "ranks": [], "choices": []})
+
+
+def test_times_of_ours_are_foreseen_and_those_of_others_are_not():
+    told = {**reported.bench(), "machine": {"device": "cpu", "cores": 2}}
+    told["arguments"] |= {"dtype": "fp32"}
+    for row in told["rows"]:
+        row["predicted_seconds"] = None
+    found = bench.counted(json.loads(json.dumps(told)))["predicted_seconds"]
+    assert [seconds is not None for seconds in found] == [row["kind"] == "ours" for row in told["rows"]]
+    sizes = [(row["tokens"], row["phase"], row["ranks"], row["name"]) for row in told["rows"]]
+    known = dict(zip(sizes, found, strict=True))
+    assert known[16384, "forward", 4, "ring"] > 8 * known[4096, "forward", 4, "ring"]
+    assert known[4096, "both", 4, "ring"] > 2 * known[4096, "forward", 4, "ring"]
+    assert "event simulation" in html("bench", told)
+    assert all(
+        seconds is None for seconds in bench.counted({**told, "machine": {"device": "H200"}})["predicted_seconds"]
+    )
 
 
 def test_what_is_not_finite_is_null_in_the_record():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from . import bars, curves, errors
+from . import bars, curves, errors, foreseen
 from .asked import asked
 from .attending import Scene
 from .common import mark
@@ -70,7 +70,7 @@ def _is_right(row: Told) -> bool:
 
 
 def counted(record: dict[str, Any]) -> dict[str, Any]:
-    """Times that perfect scaling would give: those of the fewest ranks, divided."""
+    """Times that perfect scaling would give, those of the fewest ranks, divided; and times predicted, row by row."""
     ideal = []
     for group in _scaling_groups(record.get("rows", [])):
         known = [(row["ranks"], row["time"]["median"]) for row in group if _seconds(row) is not None]
@@ -80,7 +80,8 @@ def counted(record: dict[str, Any]) -> dict[str, Any]:
         best = min(seconds for ranks, seconds in known if ranks == fewest)
         rows = [{"ranks": ranks, "seconds": best * fewest / ranks} for ranks in sorted({r for r, _ in known})]
         ideal.append({"group": _scaling_key(group[0]), "rows": rows})
-    return {"ideal": ideal}
+    foreseen_seconds = [foreseen.seconds(row, _shape(row), record) for row in record.get("rows", [])]
+    return {"ideal": ideal, "predicted_seconds": foreseen_seconds}
 
 
 def _seconds(row: dict[str, Any]) -> float | None:
@@ -112,7 +113,7 @@ def _scaling_groups(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]
 def parts(told: Told, tiles: list[Part]) -> list[Part]:
     rows = list(told["rows"])
     made = [Part("peers", "Side by side", _peers(told, rows))]
-    if scaling := [*_against_ranks(told, rows), *_against_tokens(rows)]:
+    if scaling := [*_against_ranks(told, rows), *_against_tokens(told, rows)]:
         made.append(Part("scaling", "How it scales", scaling))
     if memory := _memory(rows):
         made.append(Part("memory", "What a rank holds", memory))
@@ -224,18 +225,18 @@ def _against_ranks(told: Told, rows: list[Told]) -> Iterator[Markup]:
     ]
     shown_groups = sorted(groups, key=lambda pair: -max(row["tokens"].number for row in pair[1]))[:4]
     for index, (ideal, some) in enumerate(shown_groups):
-        lines = list(_lines(some, "ranks"))
+        lines = list(_lines(told, some, "ranks"))
         points = [(row["ranks"], row["seconds"]) for row in ideal["rows"]]
         lines.append(curves.Curve("fastest of the fewest ranks, divided", points, "ideal", 6))
         yield curves.draw(
             f"ranks{index}",
-            f"Time against the number of ranks: {ideal['group'].text}. Both axes are logarithmic.",
+            f"Time against the number of ranks: {ideal['group'].text}. Both axes are logarithmic.{_explained(told)}",
             lines,
             curves.Axes("ranks", "time", y_unit="seconds"),
         )
 
 
-def _against_tokens(rows: list[Told]) -> Iterator[Markup]:
+def _against_tokens(told: Told, rows: list[Told]) -> Iterator[Markup]:
     groups: dict[tuple[str, str, str, int], list[Told]] = {}
     for row in rows:
         key = row["scenario"].text, _shape_words(row.value), row["phase"].text, int(row["ranks"].number or 1)
@@ -248,20 +249,33 @@ def _against_tokens(rows: list[Told]) -> Iterator[Markup]:
             yield curves.draw(
                 f"tokens{index}",
                 f"Time against the length of the sequence: {words}, {ranks} rank{'s' if ranks > 1 else ''}. "
-                "Both axes are logarithmic.",
-                list(_lines(some, "tokens")),
+                f"Both axes are logarithmic.{_explained(told)}",
+                list(_lines(told, some, "tokens")),
                 curves.Axes("tokens", "time", y_unit="seconds"),
             )
 
 
-def _lines(rows: Iterable[Told], along: str) -> Iterator[curves.Curve]:
+def _explained(told: Told) -> str:
+    shares = " Ranks of one machine share its cores." if told["machine"]["device"].value == "cpu" else ""
+    has_some = any(seconds.is_number for seconds in told["drawn"]["predicted_seconds"])
+    return shares + (f" {foreseen.WORDS}" if has_some else "")
+
+
+def _predicted(told: Told, row: Told) -> Told:
+    """By the record itself, or by this page."""
+    own = row["predicted_seconds"]
+    return own if own.is_number else told["drawn"]["predicted_seconds"][int(row.at.rsplit("/", 1)[1])]
+
+
+def _lines(told: Told, rows: Iterable[Told], along: str) -> Iterator[curves.Curve]:
     named: dict[str, list[Told]] = {}
     for row in rows:
         named.setdefault(_label(row), []).append(row)
     for colour, (name, some) in enumerate(named.items()):
         ordered = sorted(some, key=lambda row: row[along].number)
         measured = [(row[along], row["time"]["median"]) for row in ordered if row["time"]["median"].is_number]
-        predicted = [(row[along], row["predicted_seconds"]) for row in ordered if row["predicted_seconds"].is_number]
+        foreseen_points = [(row[along], _predicted(told, row)) for row in ordered]
+        predicted = [(x, seconds) for x, seconds in foreseen_points if seconds.is_number]
         yield curves.Curve(name, measured, "measured", colour)
         if predicted:
             yield curves.Curve(name, predicted, "predicted", colour)
