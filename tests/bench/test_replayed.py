@@ -20,6 +20,8 @@ from longring.errors import ArgumentError, LayoutError, PatternError, ScheduleRe
 from longring.geometry.layouts import deal, size
 from longring.geometry.patterns import Problem
 from longring.numerics.definition import pair_counts
+from longring.plan.event_pace import Pace
+from longring.plan.hardware import hardware
 from longring.schedules.desk import BackwardDesk, Desk
 from longring.testing import oracle
 from longring.testing.budgets import SLACK
@@ -364,6 +366,17 @@ def test_the_forward_alone():
     )
     assert [check.quantity for check in found.checks] == ["out", "lse"]
     assert "gradients" not in found.simulated
+
+
+def test_a_time_is_predicted_where_rates_are_known():
+    """Those of the CPU are of one core; a GTX 1080 has none for 16 bits, which is no reason to refuse them."""
+    made = make(setting())
+    on_cpu, on_gpu, on_old_gpu = (
+        Pace(hardware(name), made.task, "forward", 16, 2) for name in ("cpu", "h200", "gtx1080")
+    )
+    assert run._computing(on_cpu, made, 5, threads=4) == run._computing(on_cpu, made, 5, threads=1) / 4 > 0
+    assert run._computing(on_gpu, made, 5, threads=4) == run._computing(on_gpu, made, 5, threads=1) > 0
+    assert run._computing(on_old_gpu, made, 5, threads=4) is None
 
 
 def test_a_rank_may_hold_nothing_and_one_may_be_alone():

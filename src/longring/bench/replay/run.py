@@ -322,13 +322,20 @@ def _predict(made: Made, setting: Setting, phases: list[Phase]) -> Hardware | No
         phase.predicted_bytes, phase.predicted_components = hold.peak_bytes, dict(hold.components)
         if machine is not None:
             pace = Pace(machine, made.task, kind, setting.head_dim, setting.dtype.itemsize)
-            faster = threads if machine.device == "cpu" else 1  # its rates are of one core
-            phase.predicted_seconds = _computing(pace, made, setting.rank) / faster
+            phase.predicted_seconds = _computing(pace, made, setting.rank, threads)
     return machine
 
 
-def _computing(pace: Pace, made: Made, rank: int) -> float:
-    """Of this rank, at the pace of the event simulation, which would wait for links besides."""
+def _computing(pace: Pace, made: Made, rank: int, threads: int) -> float | None:
+    """Of this rank, at the pace of the event simulation; None where no rate is known of numbers of this size."""
+    try:
+        seconds = _looking(pace, made, rank)
+    except ArgumentError:
+        return None
+    return seconds / threads if pace.hardware.device == "cpu" else seconds  # whose rates are of one core
+
+
+def _looking(pace: Pace, made: Made, rank: int) -> float:
     if made.schedule.name == "gather":
         return pace.looking(tiles_over_all_keys(made.task, rank))
     return sum(len(run.ranks) * pace.looking(run.tiles) for run in runs_over_sources(made.task, rank))
