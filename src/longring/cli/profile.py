@@ -241,7 +241,7 @@ def _overlap(share: float | None) -> str:
 def _time_table(found: Profile) -> Table:
     from ..bench.profiling.spans import hidden_share
 
-    title = "Seconds of the shown run, and the share of communication that was hidden"
+    title = "Time of the shown run, and how much of its messages was hidden"
     table = screen.table(title, "rank", numbers=("compute", "merge", "post", "wait", "under way", "hidden", "sent"))
     for rank in found.ranks:
         numbers = [spoken_seconds(_seconds(rank, kind)) for kind in ("compute", "merge", "post", "wait", "send")]

@@ -2,12 +2,14 @@
 
 Every storage that an operation makes is followed from its making to its end, and gets its name from what the engine
 does with it: what is received into, sent from and computed with is named by the post or the step; what a step made is
-a result in the making if it is there at the end of the pass, and workspace if not; inputs and results are named by the
-caller. A prediction knows finer names, and is told in the same ones.
+a result in the making if it is there at the end of the pass and not longer, a buffer if it stays for later calls, and
+workspace otherwise; inputs and results are named by the caller. A prediction knows finer names, and is told in the
+same ones.
 """
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections import Counter
@@ -79,8 +81,8 @@ class _Storage:
     names: list[tuple[float, str]] = field(default_factory=list)
     own_name: str | None = None  # of an input or a result: it was this all along
 
-    def stretches(self, ends: Mapping[str, float]) -> Iterator[tuple[float, str, str | None]]:
-        """(from when, name, name before), given when the last activity of each phase began."""
+    def stretches(self, ends: Mapping[str, tuple[float, float]]) -> Iterator[tuple[float, str, str | None]]:
+        """(from when, name, name before), given when the last activity of each phase began and the phase was over."""
         if self.own_name is not None:
             names = [(self.born, self.own_name)]
         else:
@@ -91,11 +93,14 @@ class _Storage:
                 yield (at if number else self.born), name, before
             before = name
 
-    def _guess(self, ends: Mapping[str, float]) -> str:
+    def _guess(self, ends: Mapping[str, tuple[float, float]]) -> str:
         if self.made_in is None:
             return OTHER
-        is_there = self.died is None or self.died >= ends[self.made_in]
-        return _result(self.made_in) if is_there else WORKSPACE
+        last, over = ends[self.made_in]
+        died = math.inf if self.died is None else self.died
+        if died > over:
+            return TRAVELLING if self.made_in == "backward" else KEYS
+        return _result(self.made_in) if died >= last else WORKSPACE
 
 
 class Account(Ledger):
@@ -159,12 +164,13 @@ class Account(Ledger):
             if made is not None:
                 made.own_name = name
 
-    def samples(self) -> list[Sample]:
-        """What was held, from every change on, in order."""
+    def samples(self, phases: Mapping[str, tuple[float, float]] | None = None) -> list[Sample]:
+        """What was held, from every change on, in order. `phases` say from when until when each was."""
+        ends = {phase: (last, (phases or {}).get(phase, (0, math.inf))[1]) for phase, last in self._ends.items()}
         changes: list[tuple[float, int, str]] = []
         for made in self._storages:
             last = OTHER
-            for at, name, before in made.stretches(self._ends):
+            for at, name, before in made.stretches(ends):
                 changes.append((at, made.size, name))
                 if before is not None:
                     changes.append((at, -made.size, before))

@@ -204,7 +204,7 @@ def _draw_bars(panel: Any, ranks: Sequence[Rank], colours: dict[str, str]) -> No
                 panel.text(number + shift, below, words, ha="center", va="bottom", fontsize=7.5, color=INK)
     panel.set_xticks(range(len(ranks)), [f"rank {rank.rank}" for rank in ranks])
     panel.set_ylabel(name, fontsize=9, color=INK)
-    panel.margins(y=0.15)
+    panel.set_ylim(0, 1.18 * _most(ranks) / scale)
     title = "The most that each rank held: measured, and hatched beside it as predicted"
     panel.set_title(title, fontsize=10, color=INK, loc="left")
     panel.set_xlim(-0.6, len(ranks) - 0.4)

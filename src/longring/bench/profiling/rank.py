@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -96,14 +96,14 @@ class Seen:
 
 
 def attend(asked: Asked) -> Seen:
-    """Timed with warm buffers; then once more to follow memory, and once to measure its peak, from none."""
+    """Timed with buffers in place; then, from none on, once more to follow memory, and once a pass for its peak."""
     rank = _Rank(asked)
     offset, unsure = _clock_offset()
     rank.call()
     runs = [rank.timed() for _ in range(asked.repeat)]
     account = Account()
     memory_run = rank.timed(account)
-    samples = account.samples()
+    samples = account.samples(memory_run.phases)
     choice = rank.choice()
     return Seen(
         rank=rank.sharding.rank,
@@ -121,6 +121,10 @@ def attend(asked: Asked) -> Seen:
         bytes_sent={phase: _sent(memory_run, phase) for phase in asked.phases},
         bytes_planned=_planned(asked, choice),
     )
+
+
+def _unnamed(name: str, *tensors: Tensor) -> None:
+    """Where nobody follows memory."""
 
 
 class _Rank:
@@ -158,7 +162,7 @@ class _Rank:
         *,
         until: str | None = None,
         during: Callable[[str], Any] = nullcontext,
-        named: Callable[..., None] = lambda name, *tensors: None,
+        named: Callable[..., None] = _unnamed,
     ) -> None:
         """Forward, and backward unless it ends before, each in a context; `named` hears of inputs and results."""
         inputs = self.inputs()
@@ -191,14 +195,15 @@ class _Rank:
             yield
             phases[phase] = start, clock.mark()
 
-        with _recording(self.sharding.transport) as journal:
+        transport: Any = self.sharding.transport
+        with transport.recording() as journal:
             recorder = Recorder(clock, journal)
-            with watching(recorder):
-                if account is None:
-                    self.call(during=during)
-                else:
-                    with account, watching(account):
-                        self.call(during=during, named=account.own)
+            with ExitStack() as watched:
+                watched.enter_context(watching(recorder))
+                if account is not None:
+                    watched.enter_context(account)
+                    watched.enter_context(watching(account))
+                self.call(during=during, named=_unnamed if account is None else account.own)
             if self._asked.device == "cuda":
                 torch.cuda.synchronize()
             _until_done(journal)
@@ -222,12 +227,6 @@ def _group(asked: Asked) -> Any:
     if asked.nodes == 1:
         return dist.group.WORLD
     return dist.init_device_mesh("cpu", (asked.nodes, asked.ranks // asked.nodes))
-
-
-@contextmanager
-def _recording(transport: Any) -> Iterator[Journal]:
-    with transport.recording() as journal:
-        yield journal
 
 
 def _until_done(journal: Journal) -> None:

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import sys
+import time
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
@@ -264,6 +265,20 @@ def test_what_only_a_result_leaves_is_a_gradient_in_a_backward():
             rounded = total.to(torch.bfloat16)
     assert account.samples()[-1].components == {memory.GRADIENTS: 150}
     assert rounded.sum() == 25
+
+
+def test_what_stays_for_later_calls_is_a_buffer():
+    account = Account()
+    with account:
+        with account(activity("compute", "keys of 1", "backward")):
+            kept, total = torch.ones(25), torch.ones(10)
+        with account(activity("merge", "gradients of queries", "backward")):
+            pass
+        del total
+        over = time.monotonic()
+    highest = memory.highest(account.samples({"backward": (0.0, over)}))
+    assert highest.components == {memory.TRAVELLING: 100, memory.GRADIENTS: 40}
+    assert kept.sum() == 25
 
 
 def test_a_prediction_is_told_in_the_same_names():
