@@ -41,8 +41,10 @@ def forward(journey: Journey, q: Tensor, k: Tensor, v: Tensor) -> Partial:
             for desk, x in zip(plan.desks, queries.at_desks, strict=True)
         ]
         go_forward(Trip(journey, plan.between, talk), desks, keys.at_desks[0], values.at_desks[0])
+        del leaving, columns, queries, keys, values  # used up
         out, lse = _nothing_answered(plan, q)
         seen = [_like(desk.seen, out, lse) for desk in desks]
+        del desks
         answers = [_of_queries(plan, x, [one[i] for one in seen]) for i, x in enumerate((out, lse))]
         come_back(plan, talk, Doing(journey, "forward", "answers by rows"), answers)
     far = Partial(out, lse.squeeze(-1).mT)
@@ -71,12 +73,15 @@ def backward(journey: Journey, upstream: Upstream, q: Tensor, k: Tensor, v: Tens
             for number, desk in enumerate(plan.desks)
         ]
         found = go_backward(Trip(journey, plan.between, talk), desks, keys[0].at_desks[0], keys[1].at_desks[0])
-        own = Gradients(*(one.in_place() for one in sums))
-        dq = torch.zeros(q.shape, dtype=q.dtype if plan.is_final else own.dq.dtype, device=q.device)
-        columns = [_of_queries(plan, dq, [desk.dq.result().to(dq.dtype) for desk in desks])]
-        columns += [_of_keys(plan, mine, [theirs]) for mine, theirs in zip((own.dk, own.dv), found, strict=True)]
+        del leaving, rows, keys  # used up
+        dk, dv = sums.dk.in_place(), sums.dv.in_place()
+        dtype = q.dtype if plan.is_final else accumulator_dtype(q.dtype)
+        dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
+        columns = [_of_queries(plan, dq, [desk.dq.result().to(dtype) for desk in desks])]
+        columns += [_of_keys(plan, mine, [theirs]) for mine, theirs in zip((dk, dv), found, strict=True)]
+        del desks
         come_back(plan, talk, Doing(journey, "backward", "gradients by rows"), columns)
-    return Gradients(own.dq.add_(dq) if plan.near else dq, own.dk, own.dv)
+    return Gradients(sums.dq.in_place().add_(dq) if plan.near else dq, dk, dv)
 
 
 def _nothing_answered(plan: ByHeads, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,6 +189,7 @@ class Leaving:
         with during("merge", self._doing):
             for column, given, flat in self._expected:
                 column.seat(given, flat)
+        self._pending, self._expected = None, []  # what travelled is in its place
 
 
 def come_back(plan: ByHeads, talk: Conversation, doing: Doing, columns: Sequence[Column]) -> None:

@@ -8,12 +8,13 @@ the same time on its way onward, and the one that is arriving.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..geometry.itinerary import HOME, Itinerary, Post, Step
+from ..geometry.itinerary import HOME, Itinerary, Post, Step, Visit
 from ..geometry.parcels import Parcel
 from ..kernels.contract import Gradients, Upstream
 from ..kernels.totals import Sum
@@ -69,10 +70,20 @@ def go_forward(trip: Trip, desks: Sequence[Desk], k: Tensor, v: Tensor) -> None:
             for desk, tiles in zip(desks, itinerary.home.tiles, strict=True):
                 desk.look(tiles, k, v, Doing(journey, "forward", "own keys", 0))
         for visit in step.visits:
-            block = travel.at_hand[visit.lane]
-            what = Doing(journey, "forward", "keys", number, visit.owner)
-            for desk, tiles in zip(desks, visit.tiles, strict=True):
-                desk.look(tiles, block.k, block.v, what)
+            _meet(desks, visit, travel.at_hand[visit.lane], Doing(journey, "forward", "keys", number, visit.owner))
+
+
+def _meet(desks: Sequence[Desk], visit: Visit, block: Block, what: Doing) -> None:
+    """A function of its own, as the next is, so that no name outlives the step and keeps the block."""
+    for desk, tiles in zip(desks, visit.tiles, strict=True):
+        desk.look(tiles, block.k, block.v, what)
+
+
+def _meet_again(trip: Trip, desks: Sequence[BackwardDesk], visit: Visit, block: Block, what: Doing) -> Found:
+    found = Found(trip, block.k, visit.arrived)
+    for desk, tiles in zip(desks, visit.tiles, strict=True):
+        desk.look(tiles, block.k, block.v, found.dk, found.dv, what)
+    return found
 
 
 def go_backward(trip: Trip, desks: Sequence[BackwardDesk], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,13 +105,11 @@ def go_backward(trip: Trip, desks: Sequence[BackwardDesk], k: Tensor, v: Tensor)
             continue
         found: dict[int, Found] = {}
         for visit in step.visits:
-            block = travel.at_hand[visit.lane]
-            found[visit.lane] = Found(trip, block.k, visit.arrived)
             what = Doing(journey, "backward", "keys", number, visit.owner)
-            for desk, tiles in zip(desks, visit.tiles, strict=True):
-                desk.look(tiles, block.k, block.v, found[visit.lane].dk, found[visit.lane].dv, what)
+            found[visit.lane] = _meet_again(trip, desks, visit, travel.at_hand[visit.lane], what)
         following.arrive(number, found)
         following.leave(number, step, found)
+        del found  # and with it the visitors' rows
     with during("merge", Doing(journey, "backward", "own gradients", last.step)):
         dk, dv = own.as_one()
     early_dk, early_dv = (Sum.on(x[:, : own.split]) for x in (dk, dv))
@@ -164,10 +173,15 @@ class Travel:
             for post in step.posts:
                 self._due.setdefault(post.due, []).append(self._start(post))
             yield number, step
-            for block in self.at_hand.values():
-                for loan in block.loans:
-                    loan.done()
+            self._let_go()
             self.at_hand = dict(self._arrived(number + 1))
+
+    def _let_go(self) -> None:
+        """Of the blocks at hand, before the next are unpacked."""
+        for block in self.at_hand.values():
+            for loan in block.loans:
+                loan.done()
+        self.at_hand = {}
 
     def _start(self, post: Post[Parcel]) -> UnderWay:
         sends: list[tuple[int, Tensor]] = []
@@ -205,14 +219,9 @@ class Found:
     """This rank's part of a visitor's gradients, and what others found for it before."""
 
     def __init__(self, trip: Trip, k: Tensor, parcel: Parcel) -> None:
-        self.parcel, self._trip, self._k = parcel, trip, k
-        self.loans: list[Loan] = []
-        self.dk, self.dv = Sum(k, room=self._room), Sum(k, room=self._room)
-
-    def _room(self) -> Tensor:
-        """Taken when something is to be summed up: what was computed may wait until the others' part is there."""
-        self.loans += [self._trip.loan(self._k.numel(), accumulator_dtype(self._k.dtype), self._k.device)]
-        return self.loans[-1].flat.view(self._k.shape)
+        self.parcel, self.loans = parcel, list[Loan]()
+        room = partial(_room, trip, k, self.loans)  # which does not know this object: a circle would keep the block
+        self.dk, self.dv = Sum(k, room=room), Sum(k, room=room)
 
     def add(self, parcel: Parcel, brought: Sequence[Loan]) -> None:
         """What others found for the same visitor; its memory is used on, or given back."""
@@ -226,6 +235,12 @@ class Found:
             else:
                 add_parcel(mine.in_place(), loan.flat, parcel, self.parcel.frame)
                 loan.done()
+
+
+def _room(trip: Trip, k: Tensor, loans: list[Loan]) -> Tensor:
+    """Taken when something is to be summed up: what was computed may wait until the others' part is there."""
+    loans.append(trip.loan(k.numel(), accumulator_dtype(k.dtype), k.device))
+    return loans[-1].flat.view(k.shape)
 
 
 def _gradients_of(k: Tensor) -> tuple[Tensor, Tensor]:

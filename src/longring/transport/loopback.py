@@ -177,6 +177,7 @@ class _InFlight:
             with world.lock:
                 letter = world.letters.pop(place)
             self._open(peer, letter, buffer)
+            del letter  # its sender may free what it brought
         for peer, letter in self.posted:
             self._until(lambda letter=letter: letter.opened, peer, deadline)
 
