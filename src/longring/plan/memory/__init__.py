@@ -13,17 +13,16 @@ from typing import Literal
 from ...errors import ArgumentError
 from ...geometry.heads import ByHeads
 from ...geometry.itinerary import Gathering, Itinerary
-from ...geometry.plans import PLANS, plan
+from ...geometry.plans import PLANS, Plan, plan
 from ...geometry.task import Task
 from . import by_heads, gather
 from .desk import BackwardDesk, Desk, Setting
 from .kernels import kernel_for
-from .relay import DK, DV, Trip, go_backward, go_forward
-from .room import Components, Like, Room
-from .totals import LSE, OUT
+from .relay import Trip, go_backward, go_forward
+from .room import Components, Like, Room, Taken
+from .totals import DK, DQ, DV, LSE, OUT
 
 Phase = Literal["forward", "backward"]
-DQ = "dq"
 
 
 @dataclass(frozen=True)
@@ -54,14 +53,10 @@ def held(
 ) -> Held:
     """What `rank` holds, its own q, k and v included, and in the backward out, lse and the gradient of out.
 
-    `itemsize` is the bytes of a number of q. `threads` are those of a CPU, each of which has a workspace.
+    `itemsize` is the bytes of a number of q. `threads` are those of a CPU, each of which has a workspace inside the
+    kernel; 0 leaves those out, as a ledger does that sees whole tensors only.
     """
-    if schedule not in PLANS:
-        raise ArgumentError(f"schedule must be one of {', '.join(PLANS)}, got {schedule!r}")
-    if phase not in ("forward", "backward"):
-        raise ArgumentError(f"phase must be forward or backward, got {phase!r}")
-    if not 0 <= rank < task.ranks:
-        raise ArgumentError(f"rank must be from 0 to {task.ranks - 1}, got {rank}")
+    _check(task, schedule, rank, head_dim, itemsize, node_ranks, phase)
     room = Room()
     setting = Setting(room, kernel_for(device, kernel, threads))
     q = Like(task.problem.batch, task.queries.sizes[rank], task.heads, head_dim, itemsize)
@@ -73,50 +68,59 @@ def held(
     return Held(room.peak_bytes, room.peak, room.timeline)
 
 
-def _forward(setting: Setting, one: object, q: Like, k: Like) -> None:
+def _check(
+    task: Task, schedule: str, rank: int, head_dim: int, itemsize: int, node_ranks: int | None, phase: str
+) -> None:
+    if schedule not in PLANS:
+        raise ArgumentError(f"schedule must be one of {', '.join(PLANS)}, got {schedule!r}")
+    if not 0 <= rank < task.ranks:
+        raise ArgumentError(f"rank must be from 0 to {task.ranks - 1}, got {rank}")
+    if head_dim < 1:
+        raise ArgumentError(f"head_dim must be at least 1, got {head_dim}")
+    if itemsize not in (2, 4, 8):
+        raise ArgumentError(f"itemsize must be 2, 4 or 8 bytes, got {itemsize}")
+    if node_ranks is not None and (node_ranks < 1 or task.ranks % node_ranks):
+        raise ArgumentError(f"node_ranks must divide the {task.ranks} ranks, got {node_ranks}")
+    if phase not in ("forward", "backward"):
+        raise ArgumentError(f"phase must be forward or backward, got {phase!r}")
+
+
+def _forward(setting: Setting, one: Plan, q: Like, k: Like) -> None:
     room = setting.room
     if isinstance(one, Gathering):
-        gather.forward(setting, one, q, k)
+        total = gather.forward(setting, one, q, k)
     elif isinstance(one, ByHeads):
-        by_heads.forward(setting, one, q, k)
+        total = by_heads.forward(setting, one, q, k)
     else:
         assert isinstance(one, Itinerary)
         desk = Desk(setting, q, k.heads, setting.seen(q, is_one_look=len(one) == 1))
         go_forward(Trip(setting, one, k), [desk])
-        desk.total.result()
+        total = desk.total.result()
     room.begin("rounding")
-    _round(room, OUT, q)
-    room.take(LSE, q.vectors * q.accumulator.itemsize)
+    _round(room, OUT, total.out, q.nbytes)
+    _round(room, LSE, total.lse, q.vectors * q.accumulator.itemsize)
 
 
-def _backward(setting: Setting, one: object, q: Like, k: Like) -> None:
+def _backward(setting: Setting, one: Plan, q: Like, k: Like) -> None:
     room = setting.room
     room.take(OUT, q.nbytes)
     room.take(LSE, q.vectors * q.accumulator.itemsize)
     room.take("dout", q.nbytes)
-    if isinstance(one, ByHeads):
-        by_heads.backward(setting, one, q, k)
-    elif isinstance(one, Gathering):
-        every = k.of_rows(one.task.keys.length)
-        gather.collect(setting, one, k)
-        room.begin("tiles")
-        dq = setting.sum(q, DQ)
-        dk, dv = (setting.sum(every, gather.ALL_GRADIENTS) for _ in "kv")
-        BackwardDesk(setting, q, k.heads, dq).look(one.tiles, every, dk, dv)
-        dq.result()
-        dk.in_place()
-        dv.in_place()
-        gather.scatter(setting, one, k)
+    if isinstance(one, Gathering):
+        found = gather.backward(setting, one, q, k)
+    elif isinstance(one, ByHeads):
+        found = by_heads.backward(setting, one, q, k)
     else:
         assert isinstance(one, Itinerary)
         dq = setting.sum(q, DQ, is_one_look=len(one) == 1)
-        go_backward(Trip(setting, one, k), [BackwardDesk(setting, q, k.heads, dq)])
-        dq.result()
+        of_keys = go_backward(Trip(setting, one, k), [BackwardDesk(setting, q, k.heads, dq)])
+        found = dq.result(), *of_keys
     room.begin("rounding")
-    for component, like in ((DQ, q), (DK, k), (DV, k)):
-        _round(room, component, like)
+    for component, taken, like in zip((DQ, DK, DV), found, (q, k, k), strict=True):
+        _round(room, component, taken, like.nbytes)
 
 
-def _round(room: Room, component: str, like: Like) -> None:
-    if like.itemsize < like.accumulator.itemsize:
-        room.take(component, like.nbytes)
+def _round(room: Room, component: str, found: Taken, size: int) -> None:
+    """What was found is still there while it is rounded."""
+    if found.size != size:
+        room.take(component, size)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...geometry.tiles import Tile
 from .kernels import Kernel
 from .room import Like, Room
-from .totals import Seen, Sum
+from .totals import Seen, Sum, repeat
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,10 @@ class Desk:
     kv_heads: int
     total: Seen
 
+    def after_step(self, skipped: int) -> None:
+        """`skipped` steps between the last one and this were not walked."""
+        repeat(self.setting.room, self.total, skipped)
+
     def look(self, tiles: Sequence[Tile], k: Like) -> None:
         if tiles:
             self.setting.kernel.look(self.setting.room, self.total, tiles, self.q, k._replace(heads=self.kv_heads))
@@ -54,6 +58,9 @@ class BackwardDesk:
     q: Like
     kv_heads: int
     dq: Sum
+
+    def after_step(self, skipped: int) -> None:
+        repeat(self.setting.room, self.dq, skipped)
 
     def look(self, tiles: Sequence[Tile], k: Like, dk: Sum, dv: Sum) -> None:
         if not tiles:

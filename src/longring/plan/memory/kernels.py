@@ -75,7 +75,7 @@ class Kernel:
         with room.holding(OPERANDS, (rows + 2 * cols) * d * q.itemsize if flipped else 0):
             with room.holding(OPERANDS, self._raised(q) * (rows + 2 * cols) * d):
                 out, lse = room.take(PARTS, rows * d * result), room.take(PARTS, rows * self._lse(q))
-                room.briefly(WORKSPACE, self._workspace(stack, d))
+                room.briefly(WORKSPACE, self._workspace(stack, q))
             if flipped:
                 room.briefly(PARTS, out.size + lse.size)
         return Part(stack.queries, out, lse)
@@ -88,7 +88,7 @@ class Kernel:
         with room.holding(OPERANDS, copies if flipped else 0):
             with room.holding(OPERANDS, self._raised(q) * (3 * rows + 2 * cols) * d):
                 taken = [room.take(GRADIENTS, size * d * result) for size in (rows, cols, cols)]
-                room.briefly(WORKSPACE, self._workspace_backward(stack, d))
+                room.briefly(WORKSPACE, self._workspace_backward(stack, q))
             if flipped:
                 room.briefly(GRADIENTS, sum(one.size for one in taken))
         places = stack.queries, stack.keys, stack.keys
@@ -108,19 +108,18 @@ class Kernel:
 
     # ---- inside an operation
 
-    def _workspace(self, stack: Stack, d: int) -> int:
+    def _workspace(self, stack: Stack, q: Like) -> int:
         if self.is_lazy:
             return 0
-        rows = cpu_block(len(stack.queries.rows))
-        cols = min(CPU_COLUMNS, len(stack.keys.rows))
-        return self.threads * 4 * rows * (cols + 2 + d)
+        rows, cols = _cpu_block(stack)
+        return self.threads * rows * (cols + 2 + q.d) * q.accumulator.itemsize
 
-    def _workspace_backward(self, stack: Stack, d: int) -> int:
-        rows, _ = _sides(stack)
-        if self.is_lazy:  # a float32 dq that blocks of columns add to, lse in base 2 and delta
-            return 4 * rows * d + 8 * rows + rows * 4
-        block = cpu_block(len(stack.queries.rows))
-        return self.threads * 4 * block * (2 * min(CPU_COLUMNS, len(stack.keys.rows)) + 1)
+    def _workspace_backward(self, stack: Stack, q: Like) -> int:
+        if self.is_lazy:
+            rows, _ = _sides(stack)
+            return rows * (q.d + 3) * 4  # a float32 dq that blocks of columns add to; lse twice, and delta
+        rows, cols = _cpu_block(stack)
+        return (self.threads * 2 * cols + min(1, self.threads)) * rows * q.accumulator.itemsize
 
     # ---- the reference kernel, block by block
 
@@ -138,12 +137,10 @@ class Kernel:
             room.briefly(WORKSPACE, 5 * _scores(tiles, q, k))
 
 
-CPU_COLUMNS = 512
-
-
-def cpu_block(rows: int) -> int:
-    """Rows of a block of PyTorch's flash attention for the CPU."""
-    return min(rows, 256 if rows >= 768 else 64 if rows >= 192 else 32)
+def _cpu_block(stack: Stack) -> tuple[int, int]:
+    """Rows and columns that PyTorch's flash attention for the CPU has in a workspace at once."""
+    rows, cols = len(stack.queries.rows), len(stack.keys.rows)
+    return min(rows, 256 if rows >= 768 else 64 if rows >= 192 else 32), min(cols, 512)
 
 
 def _sides(stack: Stack) -> tuple[int, int]:

@@ -8,13 +8,15 @@ from typing import NamedTuple
 
 from ...geometry.itinerary import HOME, Itinerary, Post, Step
 from ...geometry.parcels import Parcel
+from ...geometry.routes import DoubleRing
+from ...geometry.task import runs_over_sources
 from .desk import BackwardDesk, Desk, Setting
 from .packing import is_one_block, pack
 from .room import Buffers, Like, Loan, Taken
+from .totals import DK, DV, Sum
 
 ARRIVING, AT_HAND, LEAVING = "K/V arriving", "K/V at hand", "K/V leaving"
 FOUND, FOLLOWING, GOING = "dK/dV of visitors", "dK/dV arriving", "dK/dV leaving"
-DK, DV = "dk", "dv"
 
 
 @dataclass
@@ -42,14 +44,15 @@ def go_forward(trip: Trip, desks: Sequence[Desk]) -> None:
             for desk, tiles in zip(desks, trip.itinerary.home.tiles, strict=True):
                 desk.look(tiles, trip.k)
         for visit in step.visits:
-            block = travel.taken_up(visit.lane)
+            block = travel.at_hand[visit.lane]
             for desk, tiles in zip(desks, visit.tiles, strict=True):
                 desk.look(tiles, block.k)
-    travel.put_down()
+        for desk in desks:
+            desk.after_step(travel.skipped)
 
 
-def go_backward(trip: Trip, desks: Sequence[BackwardDesk]) -> tuple[int, int]:
-    """Bytes of dk and dv, which are held."""
+def go_backward(trip: Trip, desks: Sequence[BackwardDesk]) -> tuple[Taken, Taken]:
+    """dk and dv."""
     itinerary, setting, k = trip.itinerary, trip.setting, trip.k
     if len(itinerary) == 1:
         return _stay_at_home(trip, desks)
@@ -63,31 +66,32 @@ def go_backward(trip: Trip, desks: Sequence[BackwardDesk]) -> tuple[int, int]:
             continue
         found: dict[int, Found] = {}
         for visit in step.visits:
-            block = travel.taken_up(visit.lane)
+            block = travel.at_hand[visit.lane]
             found[visit.lane] = Found(trip, block.k, visit.arrived)
             for desk, tiles in zip(desks, visit.tiles, strict=True):
                 desk.look(tiles, block.k, *found[visit.lane].sums)
+        for desk in desks:
+            desk.after_step(travel.skipped)
         following.arrive(found)
         following.leave(step, found)
+        for part in found.values():
+            part.give()
     setting.room.begin("own keys, the rest")
-    own.as_one()
+    found_here = own.as_one()
     early = [setting.sum(k.of_rows(home.split), one, is_lent=True) for one in (DK, DV)]
     for desk, tiles in zip(desks, home.early, strict=True):
         desk.look(tiles, k.of_rows(home.split), *early)
     following.arrive({})
-    travel.put_down()
-    return k.accumulator.nbytes, k.accumulator.nbytes
+    return found_here
 
 
-def _stay_at_home(trip: Trip, desks: Sequence[BackwardDesk]) -> tuple[int, int]:
+def _stay_at_home(trip: Trip, desks: Sequence[BackwardDesk]) -> tuple[Taken, Taken]:
     setting, k = trip.setting, trip.k
     setting.room.begin("step 0")
     dk, dv = (setting.sum(k, one, is_one_look=len(desks) == 1) for one in (DK, DV))
     for desk, tiles in zip(desks, trip.itinerary.home.tiles, strict=True):
         desk.look(tiles, k, dk, dv)
-    dk.result()
-    dv.result()
-    return dk.own_bytes, dv.own_bytes
+    return dk.result(), dv.result()
 
 
 # ------------------------------------------------------------------------------------------ keys and values
@@ -97,10 +101,10 @@ class Block(NamedTuple):
     parcel: Parcel
     k: Like
     loans: tuple[Loan, Loan]
-    unpacked: tuple[Taken, ...]
+    seen: tuple[Taken, ...]  # the memory it is looked at in: as it came, and unpacked
 
     def give(self) -> None:
-        for one in self.unpacked:
+        for one in self.seen:
             one.give()
 
 
@@ -122,21 +126,8 @@ class Travel:
     def __init__(self, trip: Trip) -> None:
         self._trip = trip
         self._due: dict[int, list[UnderWay]] = {}
-        self._at_hand: dict[int, Block] = {}
-        self._last: Block | None = None  # which the engine looked at last keeps what was unpacked of it
-
-    def taken_up(self, lane: int) -> Block:
-        block = self._at_hand[lane]
-        self.put_down()
-        for copy in block.unpacked:
-            copy.shared()
-        self._last = block
-        return block
-
-    def put_down(self) -> None:
-        if self._last is not None:
-            self._last.give()
-            self._last = None
+        self.at_hand: dict[int, Block] = {}  # by lane
+        self.skipped = 0  # steps before this one
 
     def steps(self) -> Iterator[tuple[int, Step]]:
         itinerary = self._trip.itinerary
@@ -144,34 +135,39 @@ class Travel:
         for number in walked(itinerary):
             self._trip.begin(number)
             step = itinerary[number]
-            if number != before + 1:
-                self._be_there(step)
+            self.skipped = number - before - 1
+            if self.skipped:
+                self._jump()
+            self._see_to(step)
             for post in step.posts:
                 self._due.setdefault(post.due, []).append(self._start(post))
             yield number, step
-            for block in self._at_hand.values():
-                for loan in block.loans:
-                    loan.done()
-            arrived = dict(self._arrived(number + 1))
-            for block in self._at_hand.values():
-                block.give()
-            self._at_hand = arrived
+            self._let_go()
+            self.at_hand = dict(self._arrived(number + 1))
             before = number
 
-    def _be_there(self, step: Step) -> None:
-        """At a step that was jumped to: with its guests at hand, and nothing else under way."""
+    def _jump(self) -> None:
+        """To a later step: what was under way to steps between is forgotten."""
         for due in sorted(self._due):
-            for _ in self._arrived(due, give=True):
-                pass
-        for block in self._at_hand.values():
+            for _, block in self._arrived(due):
+                for loan in block.loans:
+                    loan.done()
+                block.give()
+        self._let_go()
+
+    def _see_to(self, step: Step) -> None:
+        """That the step's guests are at hand, also where the steps that sent them were not walked."""
+        for visit in step.visits:
+            if visit.lane not in self.at_hand:
+                loans = self._trip.room(AT_HAND, visit.arrived, self._trip.k.itemsize)
+                self.at_hand[visit.lane] = self._unpacked(visit.arrived, loans)
+
+    def _let_go(self) -> None:
+        for block in self.at_hand.values():
             for loan in block.loans:
                 loan.done()
             block.give()
-        itemsize = self._trip.k.itemsize
-        self._at_hand = {
-            visit.lane: self._unpacked(visit.arrived, self._trip.room(AT_HAND, visit.arrived, itemsize))
-            for visit in step.visits
-        }
+        self.at_hand = {}
 
     def _start(self, post: Post[Parcel]) -> UnderWay:
         packed: list[Taken] = []
@@ -179,7 +175,7 @@ class Travel:
         for lane, parcel in post.sends:
             packed += self._packed(lane, parcel)
             if lane != HOME:
-                sending += [loan.shared() for loan in self._at_hand[lane].loans]
+                sending += [loan.shared() for loan in self.at_hand[lane].loans]
         k = self._trip.k
         expected = [(lane, parcel, self._trip.room(ARRIVING, parcel, k.itemsize)) for lane, parcel in post.receives]
         return UnderWay(expected, sending, packed)
@@ -188,29 +184,26 @@ class Travel:
         room, k = self._trip.setting.room, self._trip.k
         if lane == HOME:
             return [pack(room, LEAVING, k, parcel, range(k.rows)) for _ in "kv"]
-        block = self._at_hand[lane]
+        block = self.at_hand[lane]
         if parcel.shares == block.parcel.shares:
             return []
-        return [pack(room, LEAVING, block.k, parcel, block.parcel.frame) for _ in "kv"]
+        packed = [pack(room, LEAVING, block.k, parcel, block.parcel.frame) for _ in "kv"]
+        return packed if packed[0].size else [*packed, *(one.shared() for one in block.seen)]  # sent as they lie
 
-    def _arrived(self, step: int, *, give: bool = False) -> Iterator[tuple[int, Block]]:
+    def _arrived(self, step: int) -> Iterator[tuple[int, Block]]:
         for under_way in self._due.pop(step, ()):
             under_way.wait()
             for lane, parcel, loans in under_way.expected:
-                if give:
-                    for loan in loans:
-                        loan.done()
-                else:
-                    yield lane, self._unpacked(parcel, loans)
+                yield lane, self._unpacked(parcel, loans)
 
     def _unpacked(self, parcel: Parcel, loans: tuple[Loan, Loan]) -> Block:
         for loan in loans:
             loan.become(AT_HAND)
         like = self._trip.k.of_rows(len(parcel.frame))
-        if is_one_block(parcel, like):
-            return Block(parcel, like, loans, ())
-        room = self._trip.setting.room
-        return Block(parcel, like, loans, tuple(room.take(AT_HAND, like.nbytes) for _ in "kv"))
+        seen = [loan.looked_at() for loan in loans]
+        if not is_one_block(parcel, like):
+            seen += [self._trip.setting.room.take(AT_HAND, like.nbytes) for _ in "kv"]
+        return Block(parcel, like, loans, tuple(seen))
 
 
 WALKED = 96  # steps that are walked one by one; of more, those at either end and some between
@@ -223,11 +216,25 @@ def walked(itinerary: Itinerary) -> list[int]:
     steps = len(itinerary)
     if steps <= WALKED:
         return list(range(steps))
-    chosen = set(range(2 * AROUND)) | set(range(steps - 2 * AROUND, steps))
-    for i in range(1, SAMPLES):
-        middle = steps * i // SAMPLES
-        chosen |= set(range(middle - 1, middle + AROUND))
+    route = itinerary.lanes[0].route
+    begins = route.inner if isinstance(route, DoubleRing) else 1  # a round, with which rows leave for the next node
+    turns = [steps * i // SAMPLES // begins * begins for i in range(1, SAMPLES)]
+    chosen = {*range(2 * AROUND), *range(steps - 2 * AROUND, steps)}
+    for turn in (*turns, *_turns(itinerary)):
+        chosen |= {*range(max(0, turn - AROUND + 1), min(steps, turn + AROUND))}
     return sorted(chosen)
+
+
+def _turns(itinerary: Itinerary) -> Iterator[int]:
+    """Steps at which the tiles begin to look otherwise, where limits alone say how they look."""
+    for lane in itinerary.lanes:
+        if lane.task.pattern.only_limits is None:
+            continue
+        runs = runs_over_sources(lane.task, itinerary.member)[:SAMPLES]
+        step_of = {lane.route.guest(itinerary.member, step): step for step in range(len(itinerary))}
+        for run in runs:
+            yield step_of[run.ranks[0]]
+            yield step_of[run.ranks[-1]]
 
 
 # ------------------------------------------------------------------------------------------------ gradients
@@ -239,6 +246,7 @@ class Found:
     def __init__(self, trip: Trip, k: Like, parcel: Parcel) -> None:
         self.parcel, self._trip, self._k = parcel, trip, k
         self.loans: list[Loan] = []
+        self._seen: list[Taken] = []
         setting = trip.setting
         self.sums = setting.sum(k, FOUND, memory=self._room), setting.sum(k, FOUND, memory=self._room)
 
@@ -248,7 +256,15 @@ class Found:
 
     def _room(self) -> None:
         like = self.like
-        self.loans.append(Loan(self._trip.buffers, FOUND, like.vectors * like.d, like.itemsize))
+        self._use(Loan(self._trip.buffers, FOUND, like.vectors * like.d, like.itemsize))
+
+    def _use(self, loan: Loan) -> None:
+        self.loans.append(loan)
+        self._seen.append(loan.looked_at())
+
+    def give(self) -> None:
+        for one in self._seen:
+            one.give()
 
     def add(self, parcel: Parcel, brought: Sequence[Loan]) -> None:
         is_alike = is_one_block(parcel, self._k) and parcel.frame == self.parcel.frame
@@ -256,7 +272,7 @@ class Found:
             if is_alike and self._trip.setting.kernel.is_lazy and not mine.has_total:
                 mine.go_onto()
                 loan.become(FOUND)
-                self.loans.append(loan)
+                self._use(loan)
                 mine.in_place()
             else:
                 mine.in_place()
@@ -281,16 +297,20 @@ class Own:
         if any(r.start < self._split for share in parcel.shares for r in share.rows):
             self._early = self._early or self._zeros()
 
-    def as_one(self) -> None:
-        room = self._setting.room
+    def as_one(self) -> tuple[Taken, Taken]:
         early = self._early or self._zeros()
-        for late, before, component in zip(self.late, early, (DK, DV), strict=True):
-            late.in_place()
-            if before.size:
-                room.take(component, self._k.accumulator.nbytes)
-                late.give()
-                before.give()
+        dk, dv = (self._behind_each_other(*pair) for pair in zip(early, self.late, (DK, DV), strict=True))
         self._is_one = True
+        return dk, dv
+
+    def _behind_each_other(self, early: Taken, late: Sum, component: str) -> Taken:
+        behind = late.summed()
+        if not early.size:
+            return behind
+        whole = self._setting.room.take(component, self._k.accumulator.nbytes)
+        behind.give()
+        early.give()
+        return whole
 
     def _zeros(self) -> list[Taken]:
         size = self._k.of_rows(self._split).accumulator.nbytes

@@ -12,6 +12,15 @@ from .room import Like, Room, Taken
 LOG = 8  # bytes of an lse that is still to be merged
 
 OUT, LSE, PARTS, MERGING = "out", "lse", "partial results", "merging"
+DQ, DK, DV = "dq", "dk", "dv"
+
+
+class Sizes(NamedTuple):
+    """Of a part: the bytes of its out and lse."""
+
+    place: Place
+    out: int
+    lse: int | None
 
 
 class Part(NamedTuple):
@@ -28,6 +37,10 @@ class Part(NamedTuple):
         self.out.give()
         if self.lse is not None:
             self.lse.give()
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.place, self.out.size, None if self.lse is None else self.lse.size)
 
 
 class Total(NamedTuple):
@@ -47,13 +60,20 @@ class Seen:
         self._parts: list[Part] = []
         self._total: Total | None = None
         self._rounded: Total | None = None
+        self.latest: list[Sizes] = []  # what this step added
+        self.is_piling_up = False  # whether the last one added something
         self.can_be_done = is_one_look and is_lazy
 
     @property
     def is_empty(self) -> bool:
         return self._total is None and self._rounded is None and not self._parts
 
+    @property
+    def has_total(self) -> bool:
+        return self._total is not None or self._rounded is not None
+
     def add(self, part: Part) -> None:
+        self.latest.append(part.sizes)
         if self._is_lazy or (self.is_empty and part.place.covers(self._q)):
             self._parts.append(part.kept())
             sizes = [one.out.size for one in self._parts]
@@ -132,6 +152,8 @@ class Sum:
         self._has_total = is_lent
         self._total: Taken | None = None  # where the memory is its own
         self._rounded: Taken | None = None
+        self.latest: list[Sizes] = []
+        self.is_piling_up = False
         self.can_be_done = is_one_look and is_lazy
 
     @property
@@ -159,6 +181,7 @@ class Sum:
         self._has_total = True
 
     def add(self, part: Part) -> None:
+        self.latest.append(part.sizes)
         if self._is_lazy or (self.is_empty and part.place.covers(self._x)):
             self._parts.append(part.kept())
             sizes = [one.out.size for one in self._parts]
@@ -183,31 +206,27 @@ class Sum:
         self._rounded = self._rounded or self._room.take(self._component, self._x.nbytes)
         self._clear()
 
-    def result(self) -> None:
+    def result(self) -> Taken:
+        """The end of it, where the memory is its own."""
         if self._rounded is not None and not self._parts:
-            return
+            return self._rounded
         if not self._has_total and self._is_whole():
-            self._total = self._parts.pop().out.become(self._component)
+            self._total, self._has_total = self._parts.pop().out.become(self._component), True
         elif self._parts and self._is_lazy:
             rounded = self._room.take(self._component, self._x.nbytes)
             self._clear()
-            self.give()
-            self._total = rounded
+            if self._total is not None:
+                self._total.give()
+            self._total, self._has_total = rounded, True
         else:
-            self.in_place()
-            return
-        self._has_total = True
+            return self.summed()
+        return self._total
 
-    def give(self) -> None:
-        """Let go of the memory that is its own."""
-        if self._total is not None:
-            self._total.give()
-            self._total = None
-
-    @property
-    def own_bytes(self) -> int:
-        taken = self._rounded or self._total
-        return 0 if taken is None else taken.size
+    def summed(self) -> Taken:
+        """The sum in the accumulator's dtype, where the memory is its own."""
+        self.in_place()
+        assert self._total is not None
+        return self._total
 
     def _is_whole(self) -> bool:
         return len(self._parts) == 1 and self._parts[0].place.covers(self._x)
@@ -216,6 +235,20 @@ class Sum:
         for part in self._parts:
             part.give()
         self._parts.clear()
+
+
+def repeat(room: Room, total: Seen | Sum, skipped: int) -> None:
+    """Where parts wait they pile up: those of steps that were not walked, between two that both brought some."""
+    each, total.latest = total.latest, []
+    for _ in range(skipped if total.is_piling_up and each else 0):
+        for place, out, lse in each:
+            if total.has_total:
+                return
+            part = Part(place, room.take(PARTS, out), None if lse is None else room.take(PARTS, lse))
+            total.add(part)
+            part.give()
+    total.latest = []
+    total.is_piling_up = bool(each)
 
 
 def _as_total(room: Room, part: Taken, size: int, component: str) -> Taken:
