@@ -317,6 +317,19 @@ def test_every_check_holds(pattern, schedule, layout, dtype):
         assert phase.predicted_seconds > 0
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("pattern", "schedule", "layout"), CASES)
+def test_every_check_holds_on_a_gpu(pattern, schedule, layout):
+    size_ = {"tokens": 4097, "head_dim": 64, "dtype": torch.bfloat16, "device": torch.device("cuda", 0)}
+    found = replay(setting(pattern, node_ranks=4, schedule=schedule, layout=layout, **size_), samples=32)
+    assert found.ok, [check for check in found.checks if not check.ok]
+    for phase in found.phases.values():
+        assert phase.bytes_agree
+        assert phase.peak_bytes > 0
+        assert phase.seconds > 0
+
+
 @pytest.mark.parametrize("affordable", [0, 1 << 40])
 def test_dk_and_dv_say_whose_lse_they_were_checked_with(affordable, monkeypatch):
     monkeypatch.setattr(checks, "AFFORDABLE", affordable)
