@@ -20,7 +20,7 @@ from longring.bench.doctor import advice, devices, network, nvidia, transports
 from longring.bench.doctor.devices import Gpu, Links
 from longring.bench.doctor.kernels import kernels_on
 from longring.cli import main
-from longring.cli.doctor import _kernel_lines, _print_page, screen
+from longring.cli.doctor import _kernel_lines, _print_page, _self_tests, screen
 from longring.kernels import fused
 from longring.testing import self_test
 
@@ -349,6 +349,14 @@ def instead(monkeypatch, program):
     """Launch another program; the real one is found by its own name where that calls it."""
     real = self_test.launch
     monkeypatch.setattr(self_test, "launch", lambda _, *given, **options: real(program, *given, **options))
+
+
+def test_where_there_are_gpus_they_are_tested_too_and_have_time_to_compile(with_gpus, monkeypatch):
+    asked = []
+    monkeypatch.setattr(self_test, "self_test", lambda device, timeout: asked.append((device, timeout)))
+    _self_tests(with_gpus(), None)
+    _self_tests(with_gpus(), 7.0)
+    assert asked == [("cpu", 30.0), ("cuda", 120.0), ("cpu", 7.0), ("cuda", 7.0)]
 
 
 @pytest.mark.processes

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 LEVELS = {"wrong": "bold red", "slow": "yellow", "note": "cyan"}
 MEANINGS = {"wrong": "it will fail or hang", "slow": "it works, and could be faster", "note": "good to know"}
+PATIENCE = {"cpu": 30.0, "cuda": 120.0}  # seconds
 NAMES = 18  # columns
 Lines = Iterable[tuple[str, str]]
 
@@ -49,8 +50,14 @@ def doctor(
         bool, typer.Option("--self-test/--no-self-test", help="Whether two ranks compute something and are judged.")
     ] = True,
     timeout: Annotated[
-        float, typer.Option(min=1, metavar="SECONDS", help="After which a self-test has failed.")
-    ] = 30.0,
+        float | None,
+        typer.Option(
+            min=1,
+            metavar="SECONDS",
+            help="After which a self-test has failed.",
+            show_default=f"{PATIENCE['cpu']:g}; on GPUs {PATIENCE['cuda']:g}, since some kernels are compiled first",
+        ),
+    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """What this machine has, and whether all is well.
@@ -93,10 +100,11 @@ def _check(self_test: bool) -> None:
         )
 
 
-def _self_tests(found: Diagnosis, timeout: float) -> list[Outcome]:
+def _self_tests(found: Diagnosis, timeout: float | None) -> list[Outcome]:
     from ..testing.self_test import self_test
 
-    return [self_test(device, timeout=timeout) for device in ("cpu", *(["cuda"] if found.gpus else []))]
+    devices = ["cpu", "cuda"] if found.gpus else ["cpu"]
+    return [self_test(device, timeout=timeout or PATIENCE[device]) for device in devices]
 
 
 # ------------------------------------------------------------------------------------------------ judgement

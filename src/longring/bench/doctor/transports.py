@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
 from ...errors import TransportError
@@ -66,6 +65,4 @@ def _staged(gpus: int) -> Way:
 
 
 def _no_gpu(gpus: int) -> str | None:
-    if gpus:
-        return None
-    return "there is no GPU" if torch.cuda.device_count() == 0 else "no GPU is available"
+    return None if gpus else "there is no GPU"
