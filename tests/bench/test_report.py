@@ -15,7 +15,7 @@ import pytest
 import reported
 from browser import Browser, needs_browser
 from longring import Dense, Dilated
-from longring.bench.report import attending, bench, meeting, tiles, write
+from longring.bench.report import attending, bench, errors, meeting, tiles, write
 from longring.bench.report.asked import Asked, asked, in_small
 from longring.bench.report.markup import Markup, tag
 from longring.bench.report.svg import ticks
@@ -188,6 +188,22 @@ def test_times_of_ours_are_foreseen_and_those_of_others_are_not():
     assert all(
         seconds is None for seconds in bench.counted({**told, "machine": {"device": "H200"}})["predicted_seconds"]
     )
+
+
+def test_rows_of_one_name_are_all_drawn():
+    row = Told({"errors": {"out": 1e-7, "dq": 2e-7}, "allowed": {"out": 1e-6, "dq": 1e-9}})
+    drawn = errors.draw("budgets", "caption", errors.of_rows([("twice", row), ("twice", row)]))
+    cells, _, table = drawn.partition("<details>")
+    assert cells.count('scope="row">twice') == 2
+    assert table.count('scope="row">twice') == 4
+    assert cells.count("WRONG") == 2
+
+
+@pytest.mark.parametrize("error", [None, 3e-6])
+def test_an_error_beyond_its_budget_or_not_a_number_is_wrong_and_one_without_budget_is_not(error):
+    judged = errors.of_rows([("case", Told({"errors": {"out": error, "lse": 9.0}, "allowed": {"out": 1e-6}}))])
+    assert [one.is_ok for one in judged] == [False, True]
+    assert "not judged" in errors.draw("budgets", "caption", judged)
 
 
 def test_what_is_not_finite_is_null_in_the_record():

@@ -48,7 +48,7 @@ def draw(
     most = max((bar.reach for bar in bars), default=0.0)
     letters = _letters(bars)
     columns = [what, tag("span", "drawn", class_="unseen"), value, *more]
-    heads = [tag("th", name, scope="col", class_="more" if at > 2 else None) for at, name in enumerate(columns)]
+    heads = [tag("th", column, scope="col", class_="more" if at > 2 else None) for at, column in enumerate(columns)]
     rows = [_row(bar, most, unit, letters, more) for bar in bars]
     blank = [tag("td") for _ in range(1 + len(more))]
     foot = tag("tr", tag("td"), tag("td", axis(most, unit)), *blank, aria_hidden="true")
@@ -72,14 +72,12 @@ def _row(bar: Bar, most: float, unit: str, letters: dict[str, str], more: Sequen
         tag("th", bar.name, scope="row"),
         tag("td", _drawn(bar, most, unit, letters), class_="drawn"),
         tag("td", shown(bar.value, unit), spread),
-        [
-            tag("td", word, class_="word", data_head=head if word else None)
-            for head, word in zip(more, others, strict=True)
-        ],
+        [_more(head, word) for head, word in zip(more, others, strict=True)],
     )
 
 
 def _more(head: str, word: object) -> Markup:
+    """With its heading, which a narrow page shows beside it."""
     return tag("td", word, class_="word", data_head=head if word else None)
 
 

@@ -331,7 +331,7 @@ def _held_bars(row: Told) -> Iterator[bars.Bar]:
 
 
 def _title(row: Told) -> str:
-    return f"{_label(row)}, {row['phase'].text}, {spoken(row['tokens'].value)} tokens, {row['ranks'].text} ranks"
+    return f"{_label(row)}: {_spoken(_group(row))}"
 
 
 def _table(rows: list[Told]) -> Markup:

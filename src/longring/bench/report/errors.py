@@ -48,12 +48,9 @@ def of_rows(rows: Sequence[tuple[str, Told]]) -> list[Judged]:
 def draw(name: str, caption: str, judged: Sequence[Judged]) -> Markup:
     """A line of small bars for each case, one for each quantity; a full bar is a budget used up."""
     quantities = list(dict.fromkeys(one.quantity for one in judged))
-    by_case: dict[str, dict[str, Judged]] = {}
-    for one in judged:
-        by_case.setdefault(one.case, {})[one.quantity] = one
     rows = [
         (case, [*(cell(known.get(quantity)) for quantity in quantities), mark(all(o.is_ok for o in known.values()))])
-        for case, known in by_case.items()
+        for case, known in _by_case(judged)
     ]
     drawn = cells.draw("Shares of error budgets", ["case", *quantities, "verdict"], rows)
     table = data_table(
@@ -63,6 +60,16 @@ def draw(name: str, caption: str, judged: Sequence[Judged]) -> Markup:
         words=2,
     )
     return figure(name, caption, drawn, table)
+
+
+def _by_case(judged: Sequence[Judged]) -> list[tuple[str, dict[str, Judged]]]:
+    """Neighbours of one case together; a quantity that comes again begins another row, so that none is lost."""
+    found: list[tuple[str, dict[str, Judged]]] = []
+    for one in judged:
+        if not found or found[-1][0] != one.case or one.quantity in found[-1][1]:
+            found.append((one.case, {}))
+        found[-1][1][one.quantity] = one
+    return found
 
 
 def cell(one: Judged | None) -> cells.Cell | None:
