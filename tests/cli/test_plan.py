@@ -61,8 +61,8 @@ def test_the_page_answers_what_was_asked(printed):
     assert "\nTake " in text
     assert "The longest that fits by " in text
     for name in PLANS:
-        assert f" {name} zigzag " in text
-    assert " ring contiguous " in text
+        assert f"\n{name} zigzag " in text
+    assert "\nring contiguous " in text
     assert "Weights, optimizer and the rest of a model are not" in " ".join(text.split())
 
 
@@ -171,7 +171,7 @@ def test_hardware_is_listed():
     assert max(map(len, page.stdout.splitlines())) <= 100
     assert list(found["hardware"]) == list(all_hardware())
     for name in all_hardware():
-        assert f" {name} " in page.stdout
+        assert f"\n{name} " in page.stdout
 
 
 def test_hardware_of_ones_own(tmp_path):
@@ -179,6 +179,15 @@ def test_hardware_of_ones_own(tmp_path):
     (tmp_path / "my.toml").write_text(text)
     found = told(*SMALL, "--hardware-file", str(tmp_path / "my.toml"), "--hardware", "mine")
     assert found["hardware"]["memory_bytes"] == 10**12
+
+
+def test_other_links_make_other_times():
+    fast, slow = (
+        told(*SMALL, "--schedule", "gather", "--nodes", "2", "--outside", link) for link in ("ndr", "ethernet10")
+    )
+    assert fast["hardware"]["outside"]["name"] == "ndr"
+    assert slow["hardware"]["outside"]["name"] == "ethernet10"
+    assert fast["choices"][0]["seconds"] < slow["choices"][0]["seconds"]
 
 
 # ------------------------------------------------------------------------------------------------- bad input
@@ -216,6 +225,7 @@ def refused(monkeypatch, capsys):
         ("--layout dealt", "layout must be one of auto, all, contiguous, zigzag, striped; got 'dealt'"),
         ("--reserve lots", "--reserve must be a size like 40GiB, 512MiB or 0, got 'lots'"),
         ("--reserve 200GiB", "leave nothing of the 147,900,000,000 of 'h200'"),
+        ("--inside rope", "link 'rope' is unknown; there is nvlink5, nvlink4, nvlink3, pcie4, pcie3, ndr, hdr, "),
         ("--max-tokens --fit", "take one of them"),
         ("--max-tokens --tokens 5", "leave out --tokens"),
         ("--fit --ranks 5", "leave out --ranks and --nodes"),

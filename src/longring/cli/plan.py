@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -86,6 +89,14 @@ def plan(
         Path | None,
         typer.Option("--hardware-file", metavar="FILE", help="TOML with hardware of your own.", show_default="none"),
     ] = None,
+    inside: Annotated[
+        str | None,
+        typer.Option("--inside", metavar="LINK", help="What joins the ranks of a node.", show_default="the hardware's"),
+    ] = None,
+    outside: Annotated[
+        str | None,
+        typer.Option("--outside", metavar="LINK", help="What joins nodes: hdr, ndr.", show_default="the hardware's"),
+    ] = None,
     reserve: Annotated[
         int,
         typer.Option(
@@ -124,16 +135,22 @@ def plan(
       longring plan --fit --tokens 10M --layers 32 --kv-heads 8 --reserve 40GiB
     """
     arguments = {name: value for name, value in locals().items() if name != "as_json"}
-    if hardware == "list":
-        _list_hardware(hardware_file, as_json, arguments)
-        return
-    question = _question(arguments)
-    if fit:
-        _answer_how_many(question, arguments, as_json)
-    elif max_tokens:
-        _answer_how_long(question, arguments, as_json)
-    else:
-        _answer(question, arguments, as_json)
+    with _uncollected():
+        if hardware == "list":
+            _list_hardware(hardware_file, as_json, arguments)
+        else:
+            answer = _answer_how_many if fit else _answer_how_long if max_tokens else _answer
+            answer(_question(arguments), arguments, as_json)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Looking for garbage would take a sixth of a command that is over before there is any."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 # ------------------------------------------------------------------------------------------------ the question
@@ -151,6 +168,9 @@ def _question(told: dict[str, Any]) -> Question:
         raise ArgumentError("--fit answers how many; leave out --ranks and --nodes")
     options.bytes_of(told["dtype"])
     machine = known.hardware(told["hardware"], told["hardware_file"])
+    for place in ("inside", "outside"):
+        if told[place] is not None:
+            machine = replace(machine, **{place: known.link(told[place], told["hardware_file"])})
     ranks = told["ranks"] or 8
     return Question(
         pattern=options.pattern_of(causal=told["causal"], window=told["window"], dilated=told["dilated"]),

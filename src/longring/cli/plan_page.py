@@ -1,20 +1,23 @@
-"""The pages of `longring plan`: forecasts as tables that fit 100 columns, and what stands under them."""
+"""The pages of `longring plan`: forecasts as tables that fit 100 columns, and what stands under them.
+
+Printed plainly: what rich takes to load and to draw would be a fifth of the time of an answer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from ..geometry.patterns import Dense, Dilated
 from ..plan.forecast import A_BLOCK
 from ..plan.quantities import spoken_bytes, spoken_seconds
-from . import screen
+from .screen import WIDTH
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from ..plan.forecast import Choice, Fewest, Forecast, Longest, Pass, Question
     from ..plan.hardware import Hardware
 
@@ -26,42 +29,41 @@ COUNTED = (
 
 
 def print_forecast(found: Forecast, *, begins_with: str = "", ends_with: str = "") -> None:
-    console = screen.console()
     best = found.recommended
-    _print(console, scene(found.question), "Predicted; nothing was run.", "")
+    _print(*scene(found.question), "Predicted; nothing was run.", "")
     if begins_with:
-        _print(console, begins_with, "")
-    console.print(f"[bold]Take {best.schedule}, {best.layout}[/]: {found.reason}.\n")
+        _print(begins_with, "")
+    _print(f"Take {best.schedule}, {best.layout}: {found.reason}.", "", is_bold=True)
     work = (_tera(each.flops) for each in (best.forward, best.backward))
-    _print(console, "A layer is {} TFLOP forward and {} backward a rank, on average.".format(*work), "")
-    for table in (
-        _times(found),
-        _moving(found),
-        _holding(found, "forward"),
-        _holding(found, "backward"),
-        _parts(best),
-    ):
-        title, table.title = table.title, None  # which would be folded to the width of a narrow table
-        console.print(f"[bold]{title}[/]")
-        console.print(table)
+    _print("A layer is {} TFLOP forward and {} backward a rank, on average.".format(*work), "")
+    _print_times(found)
+    _print_moving(found)
+    _print_holding(found, "forward")
+    _print_holding(found, "backward")
+    _print_parts(best)
     if ends_with:
-        _print(console, ends_with, "")
-    _print(console, *_small_print(found))
+        _print(ends_with, "")
+    _print(*_small_print(found))
 
 
 def print_lengths(question: Question, found: Sequence[Longest], at_best: Choice, left_out: Sequence[str]) -> None:
-    console, best = screen.console(), found[0]
-    _print(console, scene(replace(question, tokens=best.tokens)), "Predicted; nothing was run.", "")
-    numbers = ("tokens", "a rank", "holds", f"with {best.granule:,} more")
-    table = screen.table("The longest sequence that fits", "schedule", "layout", numbers=numbers)
-    for one in found:
-        needs = spoken_bytes(one.bytes_at), spoken_bytes(one.bytes_beyond)
-        table.add_row(one.schedule, one.layout, f"{one.tokens:,}", f"{one.tokens // question.ranks:,}", *needs)
-    console.print(table)
+    best = found[0]
+    _print(*scene(replace(question, tokens=best.tokens)), "Predicted; nothing was run.", "")
+    rows = [
+        (
+            f"{one.schedule} {one.layout}",
+            f"{one.tokens:,}",
+            f"{one.tokens // question.ranks:,}",
+            spoken_bytes(one.bytes_at),
+            spoken_bytes(one.bytes_beyond),
+        )
+        for one in found
+    ]
+    headers = ("", "tokens", "a rank", "holds", f"with {best.granule:,} more")
+    _print_table("The longest sequence that fits", headers, rows)
     about = "" if at_best.is_played else "about "
     layers = "" if question.layers == 1 else f", {spoken_seconds(at_best.step_seconds)} all {question.layers}"
     _print(
-        console,
         f"At {best.tokens:,} tokens a layer of {best.schedule}, {best.layout} takes {about}"
         f"{spoken_seconds(at_best.forward.seconds)} forward and {spoken_seconds(at_best.backward.seconds)} backward"
         f"{layers}: {_tera(at_best.flops_per_second)} TFLOP/s a rank.",
@@ -73,41 +75,66 @@ def print_lengths(question: Question, found: Sequence[Longest], at_best: Choice,
 
 
 def print_hardware(known: dict[str, Hardware]) -> None:
-    console = screen.console()
-    numbers = ("memory", "forward", "backward", "inside", "outside", "a node")
-    table = screen.table("Hardware: attained TFLOP/s, links in GB/s one way", "name", numbers=numbers)
+    rows = []
     for one in known.values():
         dtype = next(iter(one.forward_flops))
         rates = (f"{_tera(rates[dtype])} {dtype}" for rates in (one.forward_flops, one.backward_flops))
         links = (f"{link.name} {link.bytes_per_second / 1e9:.3g}" for link in (one.inside, one.outside))
-        table.add_row(one.name, spoken_bytes(one.memory_bytes), *rates, *links, f"{one.ranks_per_node}")
-    console.print(table)
-    _print(console, *(f"{one.name}: {one.title}." for one in known.values()), "")
-    _print(console, "Every number with its source: --json. Your own: --hardware-file my.toml, see docs/plan.md.")
+        rows.append((one.name, spoken_bytes(one.memory_bytes), *rates, *links, f"{one.ranks_per_node}"))
+    headers = ("", "memory", "forward", "backward", "inside", "outside", "a node")
+    _print_table("Hardware: attained TFLOP/s, links in GB/s one way", headers, rows)
+    _print(*(f"{one.name}: {one.title}." for one in known.values()), "")
+    _print("Every number with its source: --json. Your own: --hardware-file my.toml, see docs/plan.md.")
 
 
-def _print(console: Console, *lines: str) -> None:
+def _print(*lines: str, is_bold: bool = False) -> None:
     for line in lines:
-        console.print(line, markup=False)
+        print(_bold(fill(line, WIDTH)) if is_bold and line else fill(line, WIDTH))
+
+
+def _bold(text: str) -> str:
+    return f"\x1b[1m{text}\x1b[0m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text
+
+
+def _print_table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], bold: int | None = None) -> None:
+    """Names to the left, numbers to the right; a header may have two lines."""
+    body = list(rows)
+    heads = [header.rpartition("\n")[::2] for header in headers]
+    lines = [[line for line, _ in heads], [line for _, line in heads], *body]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    drawn = ["  ".join(_cells(line, widths)).rstrip() for line in lines]
+    print(_bold(title))
+    print()
+    for line in drawn[0 if drawn[0] else 1 : 2]:
+        print(line)
+    print("─" * (sum(widths) + 2 * (len(widths) - 1)))
+    for number, line in enumerate(drawn[2:]):
+        print(_bold(line) if number == bold else line)
+    print()
+
+
+def _cells(line: Sequence[str], widths: Sequence[int]) -> list[str]:
+    name, *numbers = line
+    return [name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True))]
 
 
 # ------------------------------------------------------------------------------------------------------- sentences
 
 
-def scene(question: Question) -> str:
+def scene(question: Question) -> list[str]:
     """What was asked, in words."""
     machine = question.hardware
     nodes = "" if question.nodes == 1 else f" on {question.nodes:,} nodes"
     links = machine.inside.name + (f", {machine.outside.name} between nodes" if question.nodes > 1 else "")
     batch = "" if question.batch == 1 else f"{question.batch} x "
     aside = f", {spoken_bytes(question.reserve_bytes)} of it set aside" if question.reserve_bytes else ""
-    return (
+    return [
         f"{batch}{question.tokens:,} tokens, {_pattern(question)}, over {_many(question.ranks, 'rank')}{nodes}: "
-        f"{question.local_tokens:,} a rank.\n"
+        f"{question.local_tokens:,} a rank.",
         f"{question.heads} query and {question.kv_heads} kv heads of {question.head_dim}, {question.dtype}, "
-        f"{_many(question.layers, 'layer')}.\n"
-        f"{machine.title}; {links}; {spoken_bytes(machine.memory_bytes)} for tensors{aside}."
-    )
+        f"{_many(question.layers, 'layer')}.",
+        f"{machine.title}; {links}; {spoken_bytes(machine.memory_bytes)} for tensors{aside}.",
+    ]
 
 
 def _pattern(question: Question) -> str:
@@ -180,52 +207,51 @@ def _small_print(found: Forecast) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------- tables
 
 
-def _name(found: Forecast, choice: Choice) -> str:
-    mark = "[bold]" if choice is found.recommended else ""
-    return f"{mark}{choice.schedule} {choice.layout}"
+def _print_choices(found: Forecast, title: str, headers: Sequence[str], cells: Iterable[Sequence[str]]) -> None:
+    names = (f"{one.schedule} {one.layout}" for one in found.choices)
+    rows = ((name, *some) for name, some in zip(names, cells, strict=True))
+    _print_table(title, ("", *headers), rows, bold=found.choices.index(found.recommended))
 
 
-def _times(found: Forecast) -> Table:
+def _print_times(found: Forecast) -> None:
     layers = found.question.layers
     step = "both" if layers == 1 else f"{layers} layers"
-    numbers = ("forward", "backward", step, "TFLOP/s", "effi-\nciency", "balance", "holds", "fits")
-    table = screen.table(
-        "Time of a layer, how well it is spent, and what a rank holds of all layers", "", numbers=numbers
-    )
-    for one in found.choices:
-        about = "" if one.is_played else "~"
-        times = (one.forward.seconds, one.backward.seconds, one.step_seconds)
-        table.add_row(
-            _name(found, one),
-            *(about + spoken_seconds(seconds) for seconds in times),
-            _tera(one.flops_per_second),
-            f"{one.efficiency:.0%}",
-            f"{one.balance:.2f}",
-            spoken_bytes(one.memory.peak_bytes),
-            "yes" if one.fits else "no",
-        )
-    return table
+    headers = ("forward", "backward", step, "TFLOP/s", "effi-\nciency", "balance", "holds", "fits")
+    title = "Time of a layer, how well it is spent, and what a rank holds of all layers"
+    _print_choices(found, title, headers, map(_time_cells, found.choices))
 
 
-def _moving(found: Forecast) -> Table:
+def _time_cells(one: Choice) -> list[str]:
+    about = "" if one.is_played else "~"
+    times = (one.forward.seconds, one.backward.seconds, one.step_seconds)
+    return [
+        *(about + spoken_seconds(seconds) for seconds in times),
+        _tera(one.flops_per_second),
+        f"{one.efficiency:.0%}",
+        f"{one.balance:.2f}",
+        spoken_bytes(one.memory.peak_bytes),
+        "yes" if one.fits else "no",
+    ]
+
+
+def _print_moving(found: Forecast) -> None:
     where = ("inside", "outside") if found.question.nodes > 1 else ("inside",)
     steps = (f"a step\n{place}" for place in where)
-    numbers = ("moved\nforward", "moved\nbackward", "messages", *steps, "hides", "from")
-    table = screen.table(
-        "What a rank sends or receives for a layer, and whether computing hides it", "", numbers=numbers
-    )
-    for one in found.choices:
-        passes = one.forward, one.backward
-        carried = [each.traffic.busier for each in passes]
-        table.add_row(
-            _name(found, one),
-            *(spoken_bytes(sum(some.bytes for some in each.values())) for each in carried),
-            "/".join(f"{sum(some.messages for some in each.values())}" for each in carried),
-            *(spoken_bytes(carried[0][place].most_bytes) for place in where),
-            ("" if one.is_played else "~") + "/".join("yes" if each.is_hidden else "no" for each in passes),
-            "/".join(_from(each) for each in passes),
-        )
-    return table
+    headers = ("moved\nforward", "moved\nbackward", "messages", *steps, "hides", "from")
+    title = "What a rank sends or receives for a layer, and whether computing hides it"
+    _print_choices(found, title, headers, (_moving_cells(one, where) for one in found.choices))
+
+
+def _moving_cells(one: Choice, where: Sequence[str]) -> list[str]:
+    passes = one.forward, one.backward
+    carried = [each.traffic.busier for each in passes]
+    return [
+        *(spoken_bytes(sum(some.bytes for some in each.values())) for each in carried),
+        "/".join(f"{sum(some.messages for some in each.values())}" for each in carried),
+        *(spoken_bytes(carried[0][place].most_bytes) for place in where),
+        ("" if one.is_played else "~") + "/".join("yes" if each.is_hidden else "no" for each in passes),
+        "/".join(_from(each) for each in passes),
+    ]
 
 
 def _from(one: Pass) -> str:
@@ -247,30 +273,25 @@ def grouped(components: dict[str, int]) -> dict[str, int]:
     return found
 
 
-def _holding(found: Forecast, phase: str) -> Table:
+def _print_holding(found: Forecast, phase: str) -> None:
     held = [one.memory.forward if phase == "forward" else one.memory.backward for one in found.choices]
     cells = [grouped(components) for components in held]
     groups = [group for group in cells[0] if any(each[group] for each in cells)]
     title = f"What a rank holds of a layer at its fullest moment, {phase}, in MiB"
-    table = screen.table(title, "", numbers=(*groups, "all"))
-    for one, each, components in zip(found.choices, cells, held, strict=True):
-        table.add_row(_name(found, one), *(_mib(each[group]) for group in groups), _mib(sum(components.values())))
-    return table
+    rows = ([*(_mib(each[group]) for group in groups), _mib(sum(each.values()))] for each in cells)
+    _print_choices(found, title, (*groups, "all"), rows)
 
 
 def _mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:,.0f}" if nbytes >= 2**20 or not nbytes else f"{nbytes / 2**20:.2g}"
 
 
-def _parts(best: Choice) -> Table:
+def _print_parts(best: Choice) -> None:
     forward, backward, memory = best.memory.forward, best.memory.backward, best.memory
-    table = screen.table(f"Part by part: {best.schedule} {best.layout}", "", numbers=("forward", "backward"))
-    for component in dict.fromkeys((*forward, *backward)):
-        if forward.get(component) or backward.get(component):
-            table.add_row(component, *(spoken_bytes(some.get(component, 0)) for some in (forward, backward)))
-    table.add_section()
-    table.add_row("a layer at work", spoken_bytes(memory.forward_bytes), spoken_bytes(memory.backward_bytes))
+    components = [name for name in dict.fromkeys((*forward, *backward)) if forward.get(name) or backward.get(name)]
+    rows = [(name, *(spoken_bytes(some.get(name, 0)) for some in (forward, backward))) for name in components]
+    rows.append(("a layer at work", spoken_bytes(memory.forward_bytes), spoken_bytes(memory.backward_bytes)))
     if memory.layers > 1:
         kept = spoken_bytes((memory.layers - 1) * memory.saved_bytes)
-        table.add_row(f"kept by the {_many(memory.layers - 1, 'other')}", kept, kept)
-    return table
+        rows.append((f"kept by the {_many(memory.layers - 1, 'other')}", kept, kept))
+    _print_table(f"Part by part: {best.schedule} {best.layout}", ("", "forward", "backward"), rows)

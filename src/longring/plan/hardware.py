@@ -92,6 +92,14 @@ def hardware(name: str, file: Path | None = None) -> Hardware:
     return known[name]
 
 
+def link(name: str, file: Path | None = None) -> Link:
+    """The link of this name, from a file if it has it, else one that longring knows."""
+    known = _links(_loaded(BUILT_IN), BUILT_IN) | ({} if file is None else _links(_loaded(file), file))
+    if name not in known:
+        raise ArgumentError(f"link {name!r} is unknown; there is {', '.join(known)}")
+    return known[name]
+
+
 def all_hardware(file: Path | None = None) -> dict[str, Hardware]:
     """By name: those that longring knows, and those of the file, which may take a known name or use a known link."""
     return dict(_built_in()) if file is None else {**_built_in(), **_read(file, _links(_loaded(BUILT_IN), BUILT_IN))}
