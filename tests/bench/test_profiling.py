@@ -391,6 +391,15 @@ def test_a_picture_is_drawn(tmp_path, ending):
     assert path.stat().st_size > 10_000
 
 
+def test_a_brief_peak_is_drawn_as_wide_as_a_column():
+    from longring.bench.profiling.picture import in_columns
+
+    samples = [Sample(0.0, {"q": 1}), Sample(5.2, {"q": 9}), Sample(5.200001, {"q": 2})]
+    drawn = in_columns(samples, 10.0, columns=10)
+    assert [sample.at for sample in drawn] == list(range(10))
+    assert [sample.bytes for sample in drawn] == [1, 1, 1, 1, 1, 9, 2, 2, 2, 2]
+
+
 def test_predicted_steps_are_drawn_where_the_steps_were():
     from longring.bench.profiling.picture import predicted_stretches
 

@@ -10,11 +10,12 @@ from typing import Any
 from ...errors import LongringError
 from ...plan.quantities import spoken_bytes, spoken_seconds
 from ..pictures import INK, PALETTE
-from .memory import BY_HEADS, GRADIENTS, KEYS, OTHER, SYMMETRIC, TRAVELLING, WORKSPACE
+from .memory import BY_HEADS, GRADIENTS, KEYS, OTHER, SYMMETRIC, TRAVELLING, WORKSPACE, Sample, highest
 from .run import Profile, Rank
 
 DOTS_PER_INCH = 160
 WIDTH = 11.0  # inches
+COLUMNS = 500  # of memory over time
 MOST_NUMBERED = 8  # ranks, above which bars are too narrow for numbers
 REST = "own keys, the rest"  # as the prediction calls what a backward computes last
 GREY = "#8C8C8C"
@@ -155,9 +156,9 @@ def _colours(profile: Profile) -> dict[str, str]:
 def _draw_memory(panel: Any, rank: Rank, end: float, factor: float, unit: str, colours: dict[str, str]) -> None:
     most = _most([rank])
     scale, name = _byte_unit(most)
-    moments = [*(sample.at * factor for sample in rank.samples), end * factor]
-    layers = [[sample.components.get(part, 0) / scale for sample in rank.samples] for part in colours]
-    layers = [[*layer, layer[-1]] for layer in layers]
+    shown = in_columns(rank.samples, end)
+    moments = [*(sample.at * factor for sample in shown), end * factor]
+    layers = [[sample.components.get(part, 0) / scale for sample in (*shown, shown[-1])] for part in colours]
     panel.stackplot(moments, layers, colors=list(colours.values()), step="post", linewidth=0)
     for phase in rank.phases:
         for start, stop, size in predicted_stretches(rank, phase):
@@ -169,6 +170,19 @@ def _draw_memory(panel: Any, rank: Rank, end: float, factor: float, unit: str, c
     panel.set_xlabel(f"time in {unit}", fontsize=9, color=INK, labelpad=2)
     _settle(panel)
     panel.set_xlim(0, end * factor * 1.002)
+
+
+def in_columns(samples: Sequence[Sample], end: float, columns: int = COLUMNS) -> list[Sample]:
+    """The most that was held within each column, so that a peak of microseconds is as wide as a line."""
+    width = end / columns
+    shown: list[Sample] = []
+    before, rest = Sample(0.0, {}), list(reversed(samples))
+    for number in range(columns):
+        within = [before]
+        while rest and rest[-1].at < (number + 1) * width:
+            within.append(before := rest.pop())
+        shown.append(highest(within)._replace(at=number * width))
+    return shown
 
 
 def predicted_stretches(rank: Rank, phase: str) -> list[tuple[float, float, int]]:
