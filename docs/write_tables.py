@@ -7,12 +7,14 @@ from pathlib import Path
 
 from longring.bench.gpu.scenarios import SCENARIOS
 from longring.bench.gpu.tables import goal_table, machine_table, markdown
+from longring.bench.ranks.tables import markdown as ranks_markdown
 from longring.bench.records import Record
 from longring.plan.advice import milestone_table, variable_table
 
 DOCS = Path(__file__).parent
-DOCUMENTS = ("networks.md", "benchmarks.md")
+DOCUMENTS = ("networks.md", "benchmarks.md", "bench.md")
 GPU_RECORD = DOCS / "records" / "h200.json"
+RANKS_RECORD = DOCS / "records" / "bench.json"
 
 
 @lru_cache(maxsize=1)
@@ -25,11 +27,17 @@ def _of_gpu(table: Callable[[Record], str]) -> str:
     return "Not measured yet.\n" if record is None else table(record)
 
 
+def _of_ranks(table: Callable[[Record], str]) -> str:
+    return table(Record.load(RANKS_RECORD)) if RANKS_RECORD.exists() else "Not measured yet.\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "variables": variable_table,
     "milestones": milestone_table,
     "machine": partial(_of_gpu, machine_table),
     "goals": partial(_of_gpu, goal_table),
+    "ranks_machine": partial(_of_ranks, machine_table),
+    "ranks": partial(_of_ranks, partial(ranks_markdown, scenario="report")),
     **{name: partial(_of_gpu, partial(markdown, scenario=name)) for name in SCENARIOS},
 }
 
@@ -40,7 +48,9 @@ def renewed(text: str) -> str:
     def fill(found: re.Match[str]) -> str:
         return f"{found['begin']}\n{TABLES[found['name']]()}{found['end']}"
 
-    return re.sub(r"(?P<begin><!-- (?P<name>\w+): from .*? -->)\n.*?(?P<end><!-- end -->)", fill, text, flags=re.DOTALL)
+    return re.sub(
+        r"(?P<begin><!-- (?P<name>[\w ]+): from .*? -->)\n.*?(?P<end><!-- end -->)", fill, text, flags=re.DOTALL
+    )
 
 
 def main() -> None:

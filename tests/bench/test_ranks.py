@@ -1,7 +1,9 @@
 """Contenders on ranks: judged by float64, then timed in turns, and the wrong ones told. No test looks at a time."""
 
+import importlib.util
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -167,6 +169,7 @@ def test_a_peer_that_is_wrong_is_told_and_timed_as_such(played):
 def test_what_is_ours_and_wrong_is_not_timed_and_a_failure(played):
     rows = rows_of(played, "our forgetful")
     assert all(row.is_wrong and row.time is None for row in rows)
+    assert [row.note.endswith("allowed); not timed") for row in rows] == [True, True]
     assert len(played.failures) == 2
     assert all("our forgetful" in failure and "WRONG in" in failure for failure in played.failures)
 
@@ -206,6 +209,8 @@ def test_ratios_are_of_the_same_work(played):
 @pytest.mark.processes
 def test_tables_have_a_line_for_each(played):
     lines = {line[0]: line for line in time_cells(played.rows)}
+    assert lines["longring ring"][-1].endswith("%")
+    assert lines["forgetful"][-1].endswith(" x")
     assert "longring ring" in lines
     assert lines["longring ring"][4].endswith("KiB")
     assert all(line[0] != "broken" for line in memory_cells(played.rows))
@@ -355,3 +360,13 @@ def test_the_estimate_grows_with_the_work(monkeypatch):
     assert 0 < one < four  # in the setting of FSDP's users four ranks compute four sequences
     assert long > 20 * one
     assert run.measured_pace(cases("usual", replace(wish, tokens=(64,)))[0]) > 0
+
+
+def test_the_document_shows_the_record():
+    docs = Path(__file__).parents[2] / "docs"
+    spec = importlib.util.spec_from_file_location("write_tables", docs / "write_tables.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    text = (docs / "bench.md").read_text()
+    assert text == script.renewed(text), "run python docs/write_tables.py"
+    assert "longring ring" in text.partition("<!-- ranks: from")[2]

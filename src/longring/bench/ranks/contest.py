@@ -61,8 +61,7 @@ def play(case: Case, judge: Judge, *, timeout: float | None = None) -> Played:
 
 
 def _failure(row: Row) -> str:
-    worst = ", ".join(f"{name} {row.errors[name]:.2g} (allowed {most:.2g})" for name, most in row.allowed.items())
-    return f"{row.case}, {row.name}, {row.phase}: {row.note}{f': {worst}' if worst else ''}"
+    return f"{row.case}, {row.name}, {row.phase}: {row.note}"
 
 
 def _rows(case: Case, contender: Contender, outcome: Outcome) -> Iterator[Row]:
@@ -108,7 +107,8 @@ def _choices(contender: Contender, outcome: Outcome) -> dict[str, str | None]:
 
 def _note(outcome: Outcome, phase: str) -> str:
     wrong = [name for name in OF_PASS[phase] if not outcome.errors[name] <= outcome.allowed[name]]
-    notes = [f"WRONG in {' and '.join(wrong)}"] if wrong else []
+    told = (f"{name} by {outcome.errors[name]:.2g} ({outcome.allowed[name]:.2g} allowed)" for name in wrong)
+    notes = [f"WRONG in {', '.join(told)}"] if wrong else []
     if outcome.sequences > 1:
         notes.append(f"{outcome.sequences} sequences at a time, a whole one on each rank")
     if not outcome.times:

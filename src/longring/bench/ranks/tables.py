@@ -96,7 +96,9 @@ def _beside_plan(row: Row) -> str:
 
 def _worst(passes: Sequence[Row]) -> str:
     shares = [row.errors[name] / most for row in passes for name, most in row.allowed.items() if most]
-    return f"{max(shares):.0%}" if shares else ""
+    if not shares:
+        return ""
+    return f"{max(shares):.0%}" if max(shares) < 10 else f"{max(shares):.0e} x"
 
 
 def _sum_of(row: Row, names: Sequence[str]) -> str:
