@@ -53,10 +53,9 @@ class Programs:
     def work(self, rank: int, seconds: float) -> Work:
         return Work(ticked(self.lines.slow.ranks.get(rank, 1.0) * seconds))
 
-    def look(self, rank: int, visits: list[Any], shares: list[int]) -> Work:
-        return self.work(
-            rank, sum(self.pace.looking(t, share) for tiles in visits for t, share in zip(tiles, shares, strict=True))
-        )
+    def look(self, rank: int, visits: list[Any], shares: list[int], *, is_first: bool = False) -> Work:
+        looks = [(t, share) for tiles in visits for t, share in zip(tiles, shares, strict=True)]
+        return self.work(rank, sum(self.pace.looking(t, share, is_first=is_first) for t, share in looks))
 
     def size(self, parcel: Any) -> int:
         return self.pace.bytes_of(parcel.kind, parcel.vectors)
@@ -65,7 +64,7 @@ class Programs:
         if self.pace.phase == "forward":
             yield from self.relay_forward(itinerary, rank, shares)
         elif len(itinerary) == 1:
-            yield self.look(rank, [itinerary.home.tiles], shares)
+            yield self.look(rank, [itinerary.home.tiles], shares, is_first=True)
         else:
             yield from self.relay_backward(itinerary, rank, shares)
 
@@ -73,14 +72,14 @@ class Programs:
         for number, step in enumerate(itinerary):
             yield from self.rows(itinerary, number, rank)
             tiles = [visit.tiles for visit in step.visits] if number else [itinerary.home.tiles]
-            yield self.look(rank, tiles, shares)
+            yield self.look(rank, tiles, shares, is_first=not number)
             yield Wait(("rows", number + 1))
 
     def relay_backward(self, itinerary: Itinerary, rank: int, shares: list[int]) -> Iterator[Work | Post | Wait]:
         for number, step in enumerate(itinerary):
             yield from self.rows(itinerary, number, rank)
             tiles = [visit.tiles for visit in step.visits] if number else [itinerary.home.late]
-            yield self.look(rank, tiles, shares)
+            yield self.look(rank, tiles, shares, is_first=not number)
             if number:
                 yield Wait(("gradients", number - 1))
                 if step.gradients is not None:
@@ -123,7 +122,7 @@ class Programs:
             yield Wait(("rows", step))
             yield from self.as_post(rows.get(step + 1), ("rows", step + 1), (0, step + 1))
             yield self.work(rank, self.copying("rows", (rank - step) % ranks))
-        yield self.look(rank, [(found.tiles,)], [self.task.share])
+        yield self.look(rank, [(found.tiles,)], [self.task.share], is_first=True)
         if self.pace.phase == "backward":
             back = {post.due: post for post in found.gradients()}
             for step in range(1, ranks):
@@ -143,7 +142,7 @@ class Programs:
             yield Post(key, point, sends, [p.sender for _, p in post.receives])
 
     def by_heads(self, found: Any, rank: int) -> Iterator[Work | Post | Wait]:
-        near = self.look(rank, [(found.near,)], [self.task.share])
+        near = self.look(rank, [(found.near,)], [self.task.share], is_first=True)
         if found.far is None:
             yield near
             return

@@ -25,7 +25,7 @@ class Pace:
     phase: Phase
     head_dim: int
     itemsize: int
-    _known: dict[tuple[Tiles, int], float] = field(default_factory=dict, repr=False, compare=False)
+    _known: dict[tuple[Tiles, int, bool], float] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def accumulator(self) -> int:
@@ -35,39 +35,44 @@ class Pace:
         """What so many vectors of a kind of parcel are on a line."""
         return vectors * BYTES[kind](self.head_dim, self.itemsize, self.accumulator)
 
-    def looking(self, tiles: Tiles, share: int | None = None) -> float:
-        """Seconds of one look: every stack is launched, computed, and what it found brought to the rest.
+    def looking(self, tiles: Tiles, share: int | None = None, *, is_first: bool = False) -> float:
+        """Seconds of one look: every stack is launched and computed, and what it found brought to the rest.
 
         share: query heads to a kv head, where a desk has not all of them.
+        is_first: nothing was found before, so that there is nothing to bring the first stack to.
         """
-        share = self.task.share if share is None else share
-        if (tiles, share) not in self._known:
-            self._known[tiles, share] = ticked(self._looking(tiles, share))
-        return self._known[tiles, share]
+        key = tiles, self.task.share if share is None else share, is_first
+        if key not in self._known:
+            self._known[key] = ticked(self._looking(*key))
+        return self._known[key]
 
-    def _looking(self, tiles: Tiles, share: int) -> float:
+    def _looking(self, tiles: Tiles, share: int, is_first: bool) -> float:
         cut = [piece for tile in tiles for piece in without_bands(tile)]
-        return sum(self._of_stack(stack) for stack in stacks(cut, share)) if cut else 0.0
+        found = list(stacks(cut, share)) if cut else []
+        computing = sum(map(self._computing, found))
+        return computing + sum(map(self._bringing, found[1:] if is_first else found))
 
-    def _of_stack(self, stack: Stack) -> float:
+    def _computing(self, stack: Stack) -> float:
         queries, keys = stack.queries, stack.keys
         rows, cols = len(queries.rows), len(keys.rows)
         pairs = rows * cols if stack.shape == "full" else pairs_in_band(rows, cols, None, 0)
         width = 2 * pairs / rows  # rates are those of causal squares, whose rows see half as many keys as there are
         flops = FLOPS_OF_A_PAIR[self.phase] * self.head_dim * pairs * queries.many * queries.heads
         rate = self.hardware.flops(self.phase, itemsize=self.itemsize, head_dim=self.head_dim, rows=width)
-        found = queries.many * queries.heads * rows, keys.many * len(keys.kv_heads) * cols
-        return self.hardware.launch_seconds + flops / rate + self._bringing(*found)
+        return self.hardware.launch_seconds + flops / rate
 
-    def _bringing(self, rows: int, cols: int) -> float:
+    def _bringing(self, stack: Stack) -> float:
         """A part is read and a total of the accumulator's dtype read and written: out, or dq, dk and dv."""
-        vectors = rows if self.phase == "forward" else rows + 2 * cols
+        queries, keys = stack.queries, stack.keys
+        vectors = queries.many * queries.heads * len(queries.rows)
+        if self.phase == "backward":
+            vectors += 2 * keys.many * len(keys.kv_heads) * len(keys.rows)
         return vectors * self.head_dim * (self.itemsize + 2 * self.accumulator) / self.hardware.memory_bytes_per_second
 
     def copying(self, nbytes: int) -> float:
         """Reading and writing once."""
         return ticked(2 * nbytes / self.hardware.memory_bytes_per_second)
 
-    def looking_at(self, desks: Iterable[tuple[Tiles, int]]) -> float:
+    def looking_at(self, desks: Iterable[tuple[Tiles, int]], *, is_first: bool = False) -> float:
         """One desk after the other, each with its tiles and its query heads to a kv head."""
-        return sum(self.looking(tiles, share) for tiles, share in desks if tiles)
+        return sum(self.looking(tiles, share, is_first=is_first) for tiles, share in desks if tiles)

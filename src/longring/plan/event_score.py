@@ -313,7 +313,7 @@ class Score:
         else:
             home = itinerary.home
             cut = home.early if which == "early" else home.late
-        return self.pace.looking_at(zip(cut, self._shares(rank), strict=True))
+        return self.pace.looking_at(zip(cut, self._shares(rank), strict=True), is_first=which != "early")
 
 
 def slowed_at(lines: Lines, rank: int, seconds: float) -> float:

@@ -336,7 +336,7 @@ class _Play:
 
     def gather(self) -> None:
         self._collect()
-        row = self._each(lambda rank: self.pace.looking(gather(self.task, rank).tiles))
+        row = self._each(lambda rank: self.pace.looking(gather(self.task, rank).tiles, is_first=True))
         self.clock.work(row)
         self._step_done(max(row))
         if not self.is_forward:
@@ -387,7 +387,7 @@ class _Play:
     def by_heads(self, inner: int) -> None:
         pace, clock, task = self.pace, self.clock, self.task
         plans = [by_heads(task, rank, inner) for rank in range(self.lines.ranks)]
-        near = self._each(lambda rank: pace.looking(plans[rank].near))
+        near = self._each(lambda rank: pace.looking(plans[rank].near, is_first=True))
         score = between_score(pace, self.lines, inner)
         if score is None:
             clock.work(near)
