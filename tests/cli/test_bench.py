@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -195,6 +196,48 @@ def test_an_interrupted_run_keeps_what_it_has(tmp_path):
     kept = Record.load(path)
     assert not kept.is_complete
     assert {row.tokens for row in kept.scenarios["kernels"]} in ({64}, {64, 65})
+
+
+@pytest.fixture
+def as_if_on_a_gpu(monkeypatch):
+    """The scenarios of a GPU, very small, on the CPU."""
+    import torch
+
+    from longring.bench.gpu import sizes
+    from longring.bench.gpu.given import Shape
+
+    bench = sys.modules["longring.cli.bench"]  # whose name in the package is the command's
+    monkeypatch.setattr(bench, "_device", lambda device, preset: "cuda")
+    monkeypatch.setattr(bench, "_gpu", lambda: torch.device("cpu"))
+    small = replace(sizes.QUICK, repeats=1, dense=((Shape(64, 2, 2, 8), True),))
+    monkeypatch.setattr(sizes, "QUICK", small)
+
+
+def test_on_a_gpu_its_own_scenarios_run(as_if_on_a_gpu, monkeypatch, capsys, tmp_path):
+    options = ("--quick", "--only", "dense", "--out", tmp_path / "gpu.json", "--json")
+    code, out, err = called(monkeypatch, capsys, "bench", *options)
+    assert (code, err) == (0, "")
+    told = json.loads(out)
+    assert {row["scenario"] for row in told["rows"]} == {"dense"}
+    assert {row["name"] for row in told["rows"]} == {"longring", "cpu"}
+    assert told["real"].startswith("One GPU")
+    assert told["is_complete"] is True
+    assert Record.load(tmp_path / "gpu.json").scenarios["dense"][0].tokens == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--tokens", "4Ki"), "--tokens is for ranks: the scenarios of a GPU have set sizes; add --device cpu"),
+        (("--head-dim", "64"), "--head-dim is for ranks"),
+        (("--full",), "--causal is for ranks"),
+        (("--only", "schedules"), "--only must be one of dense, ring"),
+    ],
+)
+def test_what_the_scenarios_of_a_gpu_do_not_take(as_if_on_a_gpu, arguments, said, monkeypatch, capsys, tmp_path):
+    code, out, err = called(monkeypatch, capsys, "bench", "--out", tmp_path / "gpu.json", *arguments)
+    assert (code, out) == (2, "")
+    assert said in err
 
 
 # -------------------------------------------------------------------------------------------------------- compare

@@ -16,6 +16,7 @@ from ..plan.quantities import spoken_seconds
 from . import options, screen
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
 
     from ..bench.compare import Comparison
@@ -126,6 +127,8 @@ def bench(
     options.check_writable(out, "--out")
     options.check_writable(report)
     record = _on_gpu(asked) if _device(device, preset) == "cuda" else _on_ranks(asked)
+    record.is_complete = True
+    record.save(out)
     if report is not None:
         from ..bench.report import write
 
@@ -326,7 +329,7 @@ def _on_gpu(asked: Mapping[str, Any]) -> Record:
     for name in only:
         if name not in SCENARIOS:
             raise ArgumentError(f"--only must be one of {', '.join(SCENARIOS)} on a GPU, got {name!r}")
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = _gpu()
     stage = Stage(Place(device, torch.bfloat16), QUICK if asked["quick"] else FULL, asked.get("peers"))
     told = {name: str(value) if isinstance(value, Path) else value for name, value in asked.items()}
     record = gpu_record(_line(), device, asked["quick"], told)
@@ -342,12 +345,16 @@ def _on_gpu(asked: Mapping[str, Any]) -> Record:
     return record
 
 
+def _gpu() -> torch.device:
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 # --------------------------------------------------------------------------------------------------------- after
 
 
 def _finish(record: Record, out: Path, report: Path | None, as_json: bool) -> None:
-    record.is_complete = True
-    record.save(out)
     if as_json:
         screen.print_json(record.to_json())
     else:
