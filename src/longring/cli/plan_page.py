@@ -13,7 +13,6 @@ from textwrap import fill
 from typing import TYPE_CHECKING
 
 from ..geometry.patterns import Dense, Dilated
-from ..plan.forecast import A_BLOCK
 from ..plan.quantities import spoken_bytes, spoken_seconds
 from .screen import WIDTH
 
@@ -67,8 +66,8 @@ def print_lengths(question: Question, found: Sequence[Longest], at_best: Choice,
         f"At {best.tokens:,} tokens a layer of {best.schedule}, {best.layout} takes {about}"
         f"{spoken_seconds(at_best.forward.seconds)} forward and {spoken_seconds(at_best.backward.seconds)} backward"
         f"{layers}: {_tera(at_best.flops_per_second)} TFLOP/s a rank.",
-        f"Every length was checked to fit into {spoken_bytes(question.memory_bytes)}, and {A_BLOCK} tokens a rank more "
-        "not to.",
+        f"Every length was checked to fit into {spoken_bytes(question.memory_bytes)}, and "
+        f"{best.granule // question.ranks:,} tokens a rank more not to.",
         *(f"Left out: {line}." for line in left_out),
         COUNTED,
     )

@@ -498,7 +498,15 @@ class Longest:
 
 
 def longest(question: Question, schedule: str, layout: str) -> Longest:
-    granule, rank = A_BLOCK * question.ranks, _asked(question, layout)
+    """In blocks of tokens on every rank; of LongNet's in whole segments, since cut ones are many tiles to count."""
+    segments = [w for w, _ in question.pattern.branches] if isinstance(question.pattern, Dilated) else []
+    block = max((w for w in segments if A_BLOCK <= w <= question.local_tokens), default=A_BLOCK)
+    found = _longest(question, schedule, layout, block)
+    return found if found.tokens or block == A_BLOCK else _longest(question, schedule, layout, A_BLOCK)
+
+
+def _longest(question: Question, schedule: str, layout: str, block: int) -> Longest:
+    granule, rank = block * question.ranks, _asked(question, layout)
 
     def needs(granules: int) -> int:
         return memory(replace(question, tokens=granules * granule), schedule, layout, rank).peak_bytes
