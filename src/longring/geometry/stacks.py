@@ -68,16 +68,16 @@ class Place(NamedTuple):
     def view(self, x: T) -> T:
         """[many, heads, rows, d] of x [batch, n, heads, d]."""
         b, n, h, d = x.stride()
-        size, stride, start = self._strided(b, n, h)
+        size, stride, start = self.strided(b, n, h)
         return x.as_strided((*size, x.shape[3]), (*stride, d), x.storage_offset() + start)
 
     def row_view(self, x: T) -> T:
         """[many, heads, rows] of x [batch, heads, n], such as an lse."""
         b, h, n = x.stride()
-        size, stride, start = self._strided(b, n, h)
+        size, stride, start = self.strided(b, n, h)
         return x.as_strided(size, stride, x.storage_offset() + start)
 
-    def _strided(self, b: int, n: int, h: int) -> tuple[tuple[int, int, int], tuple[int, int, int], int]:
+    def strided(self, b: int, n: int, h: int) -> tuple[tuple[int, int, int], tuple[int, int, int], int]:
         """Size, stride and start of it, where batch rows, rows and heads are so far from each other."""
         between = h * (self.kv_heads.step if self.share == 1 else 1) + n * self.skew
         far = n * self.spacing if self.repeats > 1 else b * self.batch.step

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...errors import ArgumentError
 from ...geometry.portions import SCORES_AT_ONCE, SIDE, portions, stretches
-from ...geometry.stacks import Stack
+from ...geometry.stacks import Place, Stack
 from ...geometry.tiles import Tile
 from .room import Like, Room
 from .totals import PARTS, Part, Seen, Sum
@@ -119,7 +119,11 @@ class Kernel:
             rows, _ = _sides(stack)
             return rows * (q.d + 3) * 4  # a float32 dq that blocks of columns add to; lse twice, and delta
         rows, cols = _cpu_block(stack)
-        return (self.threads * 2 * cols + min(1, self.threads)) * rows * q.accumulator.itemsize
+        if not self.threads:
+            return 0
+        is_ready = self._raised(q) or stack.shape == "flipped" or _lies_in_order(stack.queries, q)
+        own_dout = 0 if is_ready else _sides(stack)[0] * q.d  # the operation makes a dense copy
+        return ((self.threads * 2 * cols + 1) * rows + own_dout) * q.accumulator.itemsize
 
     # ---- the reference kernel, block by block
 
@@ -141,6 +145,13 @@ def _cpu_block(stack: Stack) -> tuple[int, int]:
     """Rows and columns that PyTorch's flash attention for the CPU has in a workspace at once."""
     rows, cols = len(stack.queries.rows), len(stack.keys.rows)
     return min(rows, 256 if rows >= 768 else 64 if rows >= 192 else 32), min(cols, 512)
+
+
+def _lies_in_order(place: Place, x: Like) -> bool:
+    """Whether the rows of the place, with all their heads, lie behind each other in x."""
+    (many, heads, rows), (far, between, down), _ = place.strided(x.rows * x.heads, x.heads, 1)
+    axes = (heads, between, 1), (rows, down, heads), (many, far, rows * heads)
+    return all(size == 1 or stride == dense for size, stride, dense in axes)
 
 
 def _sides(stack: Stack) -> tuple[int, int]:
