@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import namespaces
 import torch
 import torch.distributed as dist
+from overlap import SCENARIOS as OVERLAP
 from overlap import Call, Mute, Scenario, longnet
 
 import longring as lr
@@ -43,6 +44,7 @@ from longring.numerics.online_softmax import merge_
 from longring.plan.event_pace import FLOPS_OF_A_PAIR
 from longring.plan.events import Played, play
 from longring.plan.hardware import PER_PAIR, RATED_HEAD_DIM, Hardware, Link, hardware
+from longring.plan.links import Slow
 from longring.transport.select import transport_for
 
 D, HEADS, REPEATS = 64, 4, 5
@@ -245,16 +247,21 @@ def compared(scenario: Scenario, calibration: Any, phase: Any, reports: list[dic
 
 
 def predicted(scenario: Scenario, calibration: Any, phase: Any) -> Played:
+    return played(scenario, calibrated(calibration, phase), phase)
+
+
+def played(scenario: Scenario, machine: Hardware, phase: Any, slow: Slow | None = None) -> Played:
     layout = deal(scenario.layout, scenario.tokens, scenario.ranks)
     problem = Problem(1, scenario.tokens, scenario.tokens, scenario.heads, 0)
     return play(
         Task(scenario.pattern, problem, layout, layout),
         scenario.schedule,
-        hardware=calibrated(calibration, phase),
+        hardware=machine,
         head_dim=D,
         itemsize=4,
         node_ranks=1,
         phase=phase,
+        slow=slow,
     )
 
 
@@ -274,6 +281,27 @@ def calibrated(told: Any, phase: Any) -> Hardware:
         outside=Link("shaped", source="measured", **told["link"]),
         links_out=1,
     )
+
+
+# ------------------------------------------------------------------------------------- the record of overlap
+
+
+def overlapped() -> list[dict[str, Any]]:
+    """Runs of docs/records/overlap.json: computing as long as was measured there, links of the set speed."""
+    record = json.loads((DOCS / "records" / "overlap.json").read_text(encoding="utf-8"))
+    known = {one.name: one for one in OVERLAP}
+    return [_overlapped(known[run["what"]], run, phase) for run in record["runs"] for phase in PASSES]
+
+
+def _overlapped(scenario: Scenario, run: dict[str, Any], phase: Any) -> dict[str, Any]:
+    wire = Link("shaped", float(scenario.rate.removesuffix("mbit")) * 1e6 / 8, 0.0, "as set by tc")
+    machine = replace(hardware("cpu"), outside=wire, links_out=1)
+    seconds = {way: told["median"] for way, told in run[phase]["seconds"].items()}
+    factor = seconds["compute"] / max(played(scenario, machine, phase).computing)
+    slow = Slow(ranks=dict.fromkeys(range(scenario.ranks), factor))
+    found, measured = played(scenario, machine, phase, slow).seconds, seconds["together"]
+    return {"what": scenario.name, "rate": scenario.rate, "phase": phase, "measured": measured, "predicted": found,
+            "error": found / measured - 1}  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ the H200
@@ -359,6 +387,14 @@ def shaped_table(record: dict[str, Any]) -> str:
     return table(("scenario", "link", "pass", "measured s", "predicted s", "error", "of that, computing"), rows)
 
 
+def overlap_table(record: dict[str, Any]) -> str:
+    rows = [
+        [r["what"], r["rate"], r["phase"], f"{r['measured']:.3f}", f"{r['predicted']:.3f}", percent(r["error"])]
+        for r in record["record of overlap"]
+    ]
+    return table(("scenario", "link", "pass", "measured s", "predicted s", "error"), rows)
+
+
 def h200_table(record: dict[str, Any]) -> str:
     rows = [
         [r["case"], r["phase"], f"{1e3 * r['measured']:.3g}", f"{1e3 * r['predicted']:.3g}", percent(r["error"])]
@@ -378,7 +414,8 @@ def thousands_table(record: dict[str, Any]) -> str:
 def write(record: dict[str, Any]) -> None:
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     page = PAGE.read_text(encoding="utf-8")
-    for name, made in (("shaped", shaped_table), ("h200", h200_table), ("thousands", thousands_table)):
+    made_by = {"shaped": shaped_table, "overlap": overlap_table, "h200": h200_table, "thousands": thousands_table}
+    for name, made in made_by.items():
         begin, end = f"<!-- {name}: by benchmarks/events.py -->", f"<!-- end of {name} -->"
         before, behind = page.split(begin)[0], page.split(end)[1]
         page = f"{before}{begin}\n{made(record)}\n{end}{behind}"
@@ -409,6 +446,7 @@ def main() -> None:
         "shaped links": [
             all_ranks(number) for number, one in enumerate(SCENARIOS) if any(text in one.name for text in asked.only)
         ],
+        "record of overlap": overlapped(),
         "h200": h200(),
         "4096 ranks": thousands() if asked.write else [],
     }
