@@ -132,8 +132,13 @@ def _quietly() -> Iterator[None]:
 
 def _context_parallel(_: Contender, case: Case) -> Seat:
     """torch's own ring, which deals tokens of causal attention in zigzag."""
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.experimental import context_parallel
 
+    rules: Any = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+    if torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default not in rules:
+        # causal it would raise, else look for a rule for minutes, and then have no backward
+        raise NotImplementedError(f"torch {torch.__version__} has no sharding rule for the CPU's fused attention")
     attend, causal = _sdpa(case), getattr(case.pattern, "causal", False)
     mesh = dist.init_device_mesh("cpu", (case.ranks,))
     sharding = Sharding(case.shape.n, dist.group.WORLD, "zigzag" if causal else "contiguous")
