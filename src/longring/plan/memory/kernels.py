@@ -130,7 +130,7 @@ class Kernel:
     def _look_in_blocks(self, room: Room, total: Seen, tiles: Sequence[Tile], q: Like, k: Like) -> None:
         total.in_place()
         if tiles:
-            room.briefly(WORKSPACE, 4 * _scores(tiles, q, k))
+            room.briefly(WORKSPACE, _block(tiles, q, k))
 
     def _look_back_in_blocks(
         self, room: Room, sums: tuple[Sum, Sum, Sum], tiles: Sequence[Tile], q: Like, k: Like
@@ -138,7 +138,7 @@ class Kernel:
         for one in sums:
             one.in_place()
         with room.holding(DELTA, q.vectors * q.accumulator.itemsize):
-            room.briefly(WORKSPACE, 5 * _scores(tiles, q, k))
+            room.briefly(WORKSPACE, _block(tiles, q, k))
 
 
 def _cpu_block(stack: Stack) -> tuple[int, int]:
@@ -160,12 +160,15 @@ def _sides(stack: Stack) -> tuple[int, int]:
     return queries.many * queries.heads * len(queries.rows), keys.many * len(keys.kv_heads) * len(keys.rows)
 
 
-def _scores(tiles: Sequence[Tile], q: Like, k: Like) -> int:
-    """Bytes of the largest block of scores."""
-    share = q.heads // k.heads
-    side = (min(SIDE, len(tile.rows)) * min(SIDE, len(tile.cols)) * share * len(tile.kv_heads) for tile in tiles)
-    many = (len(tile.batch) * tile.repeat.count for tile in tiles)
-    most = max((min(one * times, SCORES_AT_ONCE) for one, times in zip(side, many, strict=True)), default=0)
+def _block(tiles: Sequence[Tile], q: Like, k: Like) -> int:
+    """Bytes of the largest block of the reference kernel: its scores four times over, and what they give its rows."""
+    most = 0
+    for tile in tiles:
+        rows, cols = min(SIDE, len(tile.rows)), min(SIDE, len(tile.cols))
+        each, many = rows * (q.heads // k.heads), len(tile.batch) * tile.repeat.count * len(tile.kv_heads)
+        if each * cols * many > SCORES_AT_ONCE:
+            many = max(1, min(len(tile.kv_heads), SCORES_AT_ONCE // (each * cols)))
+        most = max(most, each * many * (4 * cols + q.d))
     return most * q.accumulator.itemsize
 
 
