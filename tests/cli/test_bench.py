@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from commands import HEARING_CTRL_C
 from longring.bench.records import RECORD_FIELDS, ROW_FIELDS, Record, Row, Spread, new_record
 from longring.cli import main
 
@@ -184,7 +185,7 @@ def test_a_wrong_result_of_ours_is_exit_code_1(monkeypatch, capsys, tmp_path):
 def test_an_interrupted_run_keeps_what_it_has(tmp_path):
     path = tmp_path / "bench.json"
     options = ("--only", "kernels", "--tokens", "64,65,8Ki", "--heads", "8", "--device", "cpu", "--out", str(path))
-    command = [sys.executable, "-c", CODE, "bench", *options]
+    command = [sys.executable, "-c", HEARING_CTRL_C + CODE, "bench", *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment(), **pipes) as running:
         until = time.monotonic() + 60

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from commands import HEARING_CTRL_C
 from longring import __version__
 from longring.cli import ORDER, app
 
@@ -208,7 +209,7 @@ def test_a_reader_that_leaves_before_a_short_text_is_no_error(arguments):
 
 
 def started(*arguments, code=ODD_COMMAND, **options):
-    command = [sys.executable, "-c", code, *arguments]
+    command = [sys.executable, "-c", HEARING_CTRL_C + code, *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env=environment(), **pipes, **options)
 
