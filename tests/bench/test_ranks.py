@@ -219,6 +219,12 @@ def test_tables_have_a_line_for_each(played):
 
 
 @pytest.mark.processes
+def test_deepspeed_is_refused_by_name_where_ranks_do_not_divide_the_tokens():
+    case = a_case(Contender(DEEPSPEED, "package"), shape=Shape(65, 4, 4, 8), ranks=2, baseline=DEEPSPEED)
+    with pytest.raises(NotImplementedError, match="2 ranks do not divide 65 tokens"):
+        seats.SEATS[DEEPSPEED](case.contenders[0], case)
+
+
 def test_deepspeed_is_a_peer_where_it_is_installed():
     pytest.importorskip("deepspeed.sequence.layer")
     case = a_case(Contender(DEEPSPEED, "package"), shape=Shape(64, 4, 4, 8), baseline=DEEPSPEED)

@@ -81,6 +81,12 @@ def test_what_is_printed(by_hand, monkeypatch, capsys):
     assert max(map(len, out.splitlines())) <= 100
 
 
+def test_a_rank_without_tokens_held_nothing_and_is_printed():
+    done = longring("profile", "--tokens", "3", "--ranks", "4", "--schedule", "ring", "--heads", "1", "--head-dim", "8")
+    assert done.returncode == 0, done.stderr
+    assert "Most bytes a rank held" in done.stdout
+
+
 def test_other_bytes_than_planned_are_exit_code_1(by_hand, monkeypatch, capsys):
     profile = profiled.profile_of_two()
     wrong = replace(profile.ranks[1], bytes_planned={"forward": 201, "backward": 200})

@@ -355,6 +355,46 @@ def test_the_longest_fits_and_a_block_more_does_not(schedule):
     assert found.bytes_at <= question.memory_bytes < found.bytes_beyond
 
 
+@pytest.mark.parametrize(
+    "pattern", [Dense(window=(0, 0)), Dense(window=(63, 0)), Dilated([64], [2]), Dilated([16], [16])]
+)
+def test_many_small_tiles_are_not_counted_for_minutes(pattern):
+    question = asked(pattern=pattern, tokens=1 << 10)
+    found = longest(question, "exchange", "contiguous")
+    assert found.is_at_least
+    assert found.tokens >= 1 << 13
+    assert (
+        found.bytes_at == forecast.memory(replace(question, tokens=found.tokens), "exchange", "contiguous").peak_bytes
+    )
+
+
+@pytest.mark.parametrize("schedule", ["ring", "exchange", "ulysses", "gather"])
+@pytest.mark.parametrize("pattern", [Dense(), Dense(window=(20_000, 0)), Dilated([1 << 14], [1])])
+def test_a_forecast_is_of_the_fullest_of_few_ranks(schedule, pattern):
+    question = asked(pattern=pattern, heads=4, kv_heads=4)
+    layout = "zigzag" if pattern == Dense() else "contiguous"
+    size = {"head_dim": 64, "itemsize": 2, "node_ranks": 8, "device": "cuda"}
+    found = forecast.memory(question, schedule, layout)
+    for phase, components in (("forward", found.forward), ("backward", found.backward)):
+        every = [held(question.task(layout), schedule, r, **size, phase=phase).peak_bytes for r in range(8)]
+        assert sum(components.values()) <= max(every)
+        if phase == "backward":
+            assert sum(components.values()) == max(every)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_where_ranks_outnumber_tokens_a_rank_that_has_some_is_asked(tokens):
+    question = asked(tokens=tokens, ranks=64, nodes=8)
+    for layout in ("zigzag", "contiguous"):
+        assert estimated(question, "ring", layout).memory.peak_bytes > 0
+
+
+@pytest.mark.parametrize("pattern", [Dense(), Dilated([2048, 4096, 8192], [1, 2, 4])])
+def test_one_rank_wastes_nothing(pattern):
+    question = asked(pattern=pattern, ranks=1)
+    assert forecast.forecast(question).recommended.efficiency == pytest.approx(1, abs=0.02)
+
+
 def test_the_fewest_ranks_fit_and_a_step_fewer_do_not():
     question = asked(tokens=4 << 20, heads=32, kv_heads=8, head_dim=128, layers=32)
     found = fewest(question)

@@ -10,8 +10,9 @@ import typer
 
 from ..errors import ArgumentError
 from ..geometry.patterns import Dense, Dilated, Pattern
-from ..plan.quantities import count
+from ..plan.quantities import MOST, count
 
+MANY = 1_000_000  # ranks or heads: more of them is a slip of the keyboard, and would be counted for hours
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 """Bytes of a number, by the name of its type."""
 
@@ -23,12 +24,12 @@ class _Refused(typer.BadParameter):
         return self.message
 
 
-def a_count(name: str, least: int = 1) -> Callable[[str], int]:
+def a_count(name: str, least: int = 1, most: int = MOST) -> Callable[[str], int]:
     """Reads 1M, 1Mi, 1e6 and 1_000_000 alike; the error names the option."""
 
     def read(text: str) -> int:
         try:
-            return count(text, of=name, least=least)
+            return count(text, of=name, least=least, most=most)
         except ArgumentError as error:
             raise _Refused(str(error)) from None
 
@@ -55,28 +56,37 @@ Tokens = Annotated[
 ]
 Ranks = Annotated[
     int,
-    typer.Option("--ranks", parser=a_count("--ranks"), metavar="COUNT", help="Processes that share it, a GPU each."),
+    typer.Option(
+        "--ranks", parser=a_count("--ranks", most=MANY), metavar="COUNT", help="Processes that share it, a GPU each."
+    ),
 ]
 Nodes = Annotated[
     int,
     typer.Option(
-        "--nodes", parser=a_count("--nodes"), metavar="COUNT", help="Machines the ranks are spread over evenly."
+        "--nodes",
+        parser=a_count("--nodes", most=MANY),
+        metavar="COUNT",
+        help="Machines the ranks are spread over evenly.",
     ),
 ]
-Batch = Annotated[int, typer.Option("--batch", parser=a_count("--batch"), metavar="COUNT", help="Sequences at a time.")]
-Heads = Annotated[int, typer.Option("--heads", parser=a_count("--heads"), metavar="COUNT", help="Query heads.")]
+Batch = Annotated[
+    int, typer.Option("--batch", parser=a_count("--batch", most=MANY), metavar="COUNT", help="Sequences at a time.")
+]
+Heads = Annotated[
+    int, typer.Option("--heads", parser=a_count("--heads", most=MANY), metavar="COUNT", help="Query heads.")
+]
 KvHeads = Annotated[
     int | None,
     typer.Option(
         "--kv-heads",
-        parser=a_count("--kv-heads"),
+        parser=a_count("--kv-heads", most=MANY),
         metavar="COUNT",
         help="Key and value heads; divide the query heads.",
         show_default="as many as heads",
     ),
 ]
 HeadDim = Annotated[
-    int, typer.Option("--head-dim", parser=a_count("--head-dim"), metavar="COUNT", help="Numbers of a head.")
+    int, typer.Option("--head-dim", parser=a_count("--head-dim", most=MANY), metavar="COUNT", help="Numbers of a head.")
 ]
 Dtype = Annotated[str, typer.Option("--dtype", metavar="NAME", help=f"Type of q, k and v: {', '.join(DTYPES)}.")]
 Causal = Annotated[bool, typer.Option("--causal/--full", help="Whether a token sees those before it alone, or all.")]
@@ -105,7 +115,7 @@ Layout = Annotated[
 Schedule = Annotated[
     str, typer.Option("--schedule", metavar="NAME", help="In what order ranks meet; auto looks at the cost.")
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, metavar="NUMBER", help="Of the random inputs.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, metavar="NUMBER", help="Of the random inputs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 ReportPath = Annotated[
     Path | None,

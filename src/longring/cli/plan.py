@@ -206,10 +206,12 @@ def _nodes(ranks: int, nodes: int | None, machine: Hardware) -> int:
 
 
 def _answer(question: Question, told: dict[str, Any], as_json: bool) -> None:
-    from ..plan.forecast import forecast, longest
+    from ..plan.forecast import forecast, is_counted_quickly, longest
 
     found = forecast(question, schedule=told["schedule"], layout=told["layout"], plays_all=told["play_all"])
-    furthest = longest(question, found.recommended.schedule, found.recommended.layout)
+    best = found.recommended
+    by = best.schedule if is_counted_quickly(question, best.schedule) else "exchange"
+    furthest = longest(question, by, best.layout)
     if as_json:
         screen.print_json(_as_json(told, found) | {"longest_tokens": furthest.tokens, "longest": asdict(furthest)})
         return
@@ -219,9 +221,13 @@ def _answer(question: Question, told: dict[str, Any], as_json: bool) -> None:
 
 
 def _answer_how_long(question: Question, told: dict[str, Any], as_json: bool) -> None:
-    from ..plan.forecast import candidates, forecast, longest
+    from ..plan.forecast import candidates, forecast, is_counted_quickly, longest
 
     pairs, left_out = candidates(question, schedule=told["schedule"], layout=told["layout"])
+    if told["schedule"] == "auto":
+        slow = sorted({name for name, _ in pairs if not is_counted_quickly(question, name)})
+        pairs = [pair for pair in pairs if pair[0] not in slow]
+        left_out += tuple(f"{name}: its dilated rows are counted one by one; ask for it by name" for name in slow)
     found = sorted((longest(question, *pair) for pair in pairs), key=lambda one: -one.tokens)
     best = found[0]
     if not best.tokens:

@@ -54,7 +54,7 @@ def print_lengths(question: Question, found: Sequence[Longest], at_best: Choice,
             f"{one.tokens:,}",
             f"{one.tokens // question.ranks:,}",
             spoken_bytes(one.bytes_at),
-            spoken_bytes(one.bytes_beyond),
+            "not counted" if one.is_at_least else spoken_bytes(one.bytes_beyond),
         )
         for one in found
     ]
@@ -66,7 +66,7 @@ def print_lengths(question: Question, found: Sequence[Longest], at_best: Choice,
         f"At {best.tokens:,} tokens a layer of {best.schedule}, {best.layout} takes {about}"
         f"{spoken_seconds(at_best.forward.seconds)} forward and {spoken_seconds(at_best.backward.seconds)} backward"
         f"{layers}: {_tera(at_best.flops_per_second)} TFLOP/s a rank.",
-        f"Every length was checked to fit into {spoken_bytes(question.memory_bytes)}, and "
+        f"Every length was checked to fit into {spoken_bytes(question.memory_bytes)}, and, where it was counted, "
         f"{best.granule // question.ranks:,} tokens a rank more not to.",
         *(f"Left out: {line}." for line in left_out),
         COUNTED,
@@ -95,6 +95,14 @@ def _bold(text: str) -> str:
     return f"\x1b[1m{text}\x1b[0m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text
 
 
+def _rule() -> str:
+    try:
+        "─".encode(sys.stdout.encoding or "ascii")
+    except UnicodeError:
+        return "-"
+    return "─"
+
+
 def _print_table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], bold: int | None = None) -> None:
     """Names to the left, numbers to the right; a header may have two lines."""
     body = list(rows)
@@ -106,7 +114,7 @@ def _print_table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str
     print()
     for line in drawn[0 if drawn[0] else 1 : 2]:
         print(line)
-    print("─" * (sum(widths) + 2 * (len(widths) - 1)))
+    print(_rule() * (sum(widths) + 2 * (len(widths) - 1)))
     for number, line in enumerate(drawn[2:]):
         print(_bold(line) if number == bold else line)
     print()
@@ -171,6 +179,12 @@ def length(question: Question, furthest: Longest) -> str:
     by = f"by {furthest.schedule}, {furthest.layout}"
     if not furthest.tokens:
         return f"Not even {furthest.granule:,} tokens fit {by}."
+    if furthest.is_at_least:
+        return (
+            f"At least {furthest.tokens:,} tokens fit {by}, {furthest.tokens // question.ranks:,} a rank, and hold "
+            f"{spoken_bytes(furthest.bytes_at)} of {spoken_bytes(question.memory_bytes)}; longer ones are too many "
+            "tiles to count at once: ask for them with --tokens."
+        )
     return (
         f"The longest that fits {by}: {furthest.tokens:,} tokens, {furthest.tokens // question.ranks:,} a rank. "
         f"It holds {spoken_bytes(furthest.bytes_at)} of {spoken_bytes(question.memory_bytes)}; {furthest.granule:,} "

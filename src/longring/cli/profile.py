@@ -266,6 +266,10 @@ def _memory_table(found: Profile) -> Table:
     for rank in found.ranks:
         for phase, peak in rank.peaks.items():
             said = rank.predicted.get(phase)
-            numbers = ("-", "-") if said is None else (spoken_bytes(said.bytes), f"{peak.bytes / said.bytes:.3f}")
+            numbers = ("-", "-") if said is None else (spoken_bytes(said.bytes), _ratio(peak.bytes, said.bytes))
             table.add_row(str(rank.rank), phase, spoken_bytes(peak.bytes), *numbers)
     return table
+
+
+def _ratio(measured: int, predicted: int) -> str:
+    return f"{measured / predicted:.3f}" if predicted else "-"  # a rank without tokens

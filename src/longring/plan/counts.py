@@ -57,9 +57,11 @@ def flops(task: Task, schedule: str, rank: int, *, head_dim: int, node_ranks: in
 
 def computing(task: Task, schedule: str, rank: int, *, node_ranks: int, pace: Pace) -> float:
     """Seconds, if nothing ever had to be waited for."""
-    return sum(
-        often * pace.looking(tiles, share) for often, tiles, share in looks(task, schedule, rank, node_ranks) if tiles
-    )
+    found = [look for look in looks(task, schedule, rank, node_ranks) if look[1]]
+    seconds = sum(often * pace.looking(tiles, share) for often, tiles, share in found)
+    for _, tiles, share in found[:1]:  # there is nothing yet to bring its first stack to
+        seconds += pace.looking(tiles, share, is_first=True) - pace.looking(tiles, share)
+    return seconds
 
 
 # --------------------------------------------------------------------------------------------------- sending

@@ -31,6 +31,9 @@ OVERLAPPING = ("ring", "bidirectional", "double_ring", "exchange")
 OF_NODES = ("double_ring", "hybrid")  # without several nodes of several ranks they are ring and ulysses
 PLAYED_AT_ONCE, PLAYED_AT_MOST = 16, 256  # ranks up to which every choice is played, and the leading ones
 DILATED_PLAYED_AT_MOST = 32  # where every pair of ranks is looked at
+MOST_TOKENS = 10**15
+TILES_COUNTED = 1024  # of windows or segments on a rank
+FEW_RANKS = 16  # all of them are asked; of more a few, which speak for the rest
 ROWS_NAMED = 1 << 18  # dilated rows that ulysses names one by one take seconds beyond
 LONG = 1 << 20  # tokens of one rank, beyond which periods of LongNet's segments stand for each other
 RANKS_NAMED = 512  # and so do as many messages to everybody
@@ -286,12 +289,17 @@ def _left_out(question: Question) -> Iterator[str]:
     if not 1 < question.node_ranks < question.ranks:
         yield "double_ring: without several nodes of several ranks it is ring"
         yield "hybrid: without several nodes of several ranks it is ulysses"
-    if isinstance(question.pattern, Dilated) and question.tokens > ROWS_NAMED:
+    if not is_counted_quickly(question, "ulysses") and question.tokens > ROWS_NAMED:
         yield "ulysses: its dilated rows are counted one by one, which takes seconds; ask for it by name"
     elif question.ranks > RANKS_NAMED:
         yield "ulysses: messages of everybody to everybody take seconds to count; ask for it by name"
     if question.ranks > RANKS_NAMED:
         yield "gather: messages of everybody to everybody take seconds to count; ask for it by name"
+
+
+def is_counted_quickly(question: Question, schedule: str) -> bool:
+    """At any length: ulysses names the rows that dilated branches keep one by one, of heads that differ in them."""
+    return not (isinstance(question.pattern, Dilated) and schedule in ("ulysses", "hybrid"))
 
 
 # ------------------------------------------------------------------------------------------------ one choice
@@ -307,7 +315,7 @@ def estimated(question: Question, schedule: str, layout: str) -> Choice:
         question,
         forward,
         backward,
-        memory(question, schedule, layout, asked),
+        memory(question, schedule, layout),
         _balance(question, task, schedule, asked),
         seconds_alone(question),
         asked,
@@ -357,8 +365,10 @@ def _traffic(question: Question, schedule: str, layout: str, rank: int, phase: P
 def _asked(question: Question, layout: str) -> int:
     """Early or late, as rows go down or up, since there most of them pass; next to another node, if there is one."""
     from_end = question.node_ranks if question.nodes > 1 else 1
-    goes_up = direction(question.task(layout)) > 0
-    return max(0, question.ranks - 1 - from_end) if goes_up else min(from_end, question.ranks - 1)
+    task = question.task(layout)
+    found = max(0, question.ranks - 1 - from_end) if direction(task) > 0 else min(from_end, question.ranks - 1)
+    sizes = task.queries.sizes
+    return found if sizes[found] else sizes.index(max(sizes))  # ranks may outnumber tokens
 
 
 def _balance(question: Question, task: Task, schedule: str, asked: int) -> float:
@@ -374,8 +384,8 @@ def _balance(question: Question, task: Task, schedule: str, asked: int) -> float
 
 
 def _some(ranks: int, asked: int) -> list[int]:
-    """The ends, the middle, and the one that is asked for everything else."""
-    return sorted({0, asked, ranks // 2, ranks - 1})
+    """All, if they are few; else the ends, the middle, and the one that is asked for everything else."""
+    return list(range(ranks)) if ranks <= FEW_RANKS else sorted({0, asked, ranks // 2, ranks - 1})
 
 
 @lru_cache(maxsize=64)
@@ -388,7 +398,13 @@ def seconds_alone(question: Question) -> float:
     )
 
 
-def memory(question: Question, schedule: str, layout: str, rank: int) -> Memory:
+def memory(question: Question, schedule: str, layout: str) -> Memory:
+    """Of the fullest of the ranks that are asked: of all of them, where they are few."""
+    ranks = range(question.ranks) if question.ranks <= FEW_RANKS else [_asked(question, layout)]
+    return max((_memory_of(question, schedule, layout, rank) for rank in ranks), key=lambda one: one.peak_bytes)
+
+
+def _memory_of(question: Question, schedule: str, layout: str, rank: int) -> Memory:
     """By the fullest moments of a rank."""
     task = question.task(layout)
     forward, backward = (
@@ -487,7 +503,10 @@ def _how_it_moves(best: Choice) -> str:
 
 @dataclass(frozen=True)
 class Longest:
-    """The longest sequence that fits, in whole granules, checked: at `tokens` it fits, a granule more does not."""
+    """The longest sequence that fits, in whole granules, checked: at `tokens` it fits, a granule more does not.
+
+    is_at_least: more was not looked at, since small windows and segments are many tiles to count.
+    """
 
     schedule: str
     layout: str
@@ -495,6 +514,7 @@ class Longest:
     granule: int
     bytes_at: int
     bytes_beyond: int
+    is_at_least: bool = False
 
 
 def longest(question: Question, schedule: str, layout: str) -> Longest:
@@ -506,30 +526,47 @@ def longest(question: Question, schedule: str, layout: str) -> Longest:
 
 
 def _longest(question: Question, schedule: str, layout: str, block: int) -> Longest:
-    granule, rank = block * question.ranks, _asked(question, layout)
+    granule = block * question.ranks
 
     def needs(granules: int) -> int:
-        return memory(replace(question, tokens=granules * granule), schedule, layout, rank).peak_bytes
+        return memory(replace(question, tokens=granules * granule), schedule, layout).peak_bytes
 
-    count, at, beyond = last_that_fits(needs, question.memory_bytes, first_guess=max(1, question.tokens // granule))
-    return Longest(schedule, layout, count * granule, granule, at, beyond)
+    most = max(1, _countable_tokens(question) // granule)
+    guess = min(most, max(1, question.tokens // granule))
+    count, at, beyond = last_that_fits(needs, question.memory_bytes, first_guess=guess, most=most)
+    return Longest(schedule, layout, count * granule, granule, at, beyond, is_at_least=count == most)
 
 
-def last_that_fits(needs: Callable[[int], int], limit: int, *, first_guess: int = 1) -> tuple[int, int, int]:
+def _countable_tokens(question: Question) -> int:
+    """So many at most, that a rank's tiles are counted in moments."""
+    pattern = question.pattern
+    if isinstance(pattern, Dilated):
+        smallest = min(w for w, _ in pattern.branches)
+    else:
+        lo, hi = pattern.only_limits or (None, None)
+        smallest = MOST_TOKENS if lo is None else 1 - lo + max(0, hi or 0)
+    return min(MOST_TOKENS, smallest * TILES_COUNTED * question.ranks)
+
+
+def last_that_fits(
+    needs: Callable[[int], int], limit: int, *, first_guess: int = 1, most: int = MOST_TOKENS
+) -> tuple[int, int, int]:
     """(largest count whose need is within the limit, its need, the need of one more); 0 needs nothing.
+
+    Where `most` fits, nothing beyond it is looked at, and the need of one more is given as 0.
 
     Bisection, with guesses on the line through what is known, since memory grows nearly evenly with length.
     """
     fits, need_fits = 0, 0
     fails, need_fails = 0, 0
     guess = first_guess
-    while not fails or fails - fits > 1:
+    while fits < most and (not fails or fails - fits > 1):
         need = needs(guess)
         if need <= limit:
             fits, need_fits = guess, need
         else:
             fails, need_fails = guess, need
-        guess = _next_guess(fits, need_fits, fails, need_fails, limit)
+        guess = min(most, _next_guess(fits, need_fits, fails, need_fails, limit))
     return fits, need_fits, need_fails
 
 
@@ -594,7 +631,7 @@ def _least(question: Question, schedule: str, layout: str) -> tuple[int, str, st
     """(bytes, schedule, layout) of the first that fits, or of the one that holds least."""
     found: list[tuple[int, str, str]] = []
     for name, one in candidates(question, schedule=schedule, layout=layout)[0]:
-        found.append((memory(question, name, one, _asked(question, one)).peak_bytes, name, one))
+        found.append((memory(question, name, one).peak_bytes, name, one))
         if found[-1][0] <= question.memory_bytes:
             return found[-1]
     return min(found)

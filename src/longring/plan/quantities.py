@@ -14,15 +14,15 @@ _COUNT = re.compile(rf"(?P<number>-?(?:{_WHOLE})(?:\.\d+)?(?:e[+]?\d{{1,2}})?)\s
 MOST = 10**15  # more tokens or bytes than any machine will see is a slip of the keyboard
 
 
-def count(text: str | int, *, of: str = "a count", least: int = 1) -> int:
+def count(text: str | int, *, of: str = "a count", least: int = 1, most: int = MOST) -> int:
     """The whole number that `text` says; `of` names what is counted, for whoever reads the error."""
     found = _COUNT.fullmatch(str(text).strip())
     unit = found and _SIZES.get(found["unit"].upper())
     if not found or unit is None:
         raise ArgumentError(f"{of} must be a number like 4096, 1_000_000, 1e6, 64K, 1M or 1Mi, got {text!r}")
     number = Decimal(found["number"].replace("_", "").replace(",", "")) * unit
-    if number != int(number) or not least <= number <= MOST:
-        raise ArgumentError(f"{of} must be a whole number from {least} to {spoken_count(MOST)}, got {text!r}")
+    if number != int(number) or not least <= number <= most:
+        raise ArgumentError(f"{of} must be a whole number from {least} to {spoken_count(most)}, got {text!r}")
     return int(number)
 
 

@@ -16,10 +16,11 @@ from ...call import Call, Choice, check_pattern, check_scale, choose_kernel, mak
 from ...errors import ArgumentError, LongringError
 from ...geometry.layouts import deal
 from ...geometry.patterns import Pattern, Problem
-from ...geometry.task import Task, runs_over_sources, tiles_over_all_keys
+from ...geometry.task import Task
 from ...kernels.contract import Upstream
 from ...plan.choose import choose_layout
 from ...plan.cost import estimates, typical
+from ...plan.counts import computing
 from ...plan.event_pace import Pace
 from ...plan.hardware import Hardware, all_hardware
 from ...plan.memory import held
@@ -329,16 +330,10 @@ def _predict(made: Made, setting: Setting, phases: list[Phase]) -> Hardware | No
 def _computing(pace: Pace, made: Made, rank: int, threads: int) -> float | None:
     """Of this rank, at the pace of the event simulation; None where no rate is known of numbers of this size."""
     try:
-        seconds = _looking(pace, made, rank)
+        seconds = computing(made.task, made.schedule.name, rank, node_ranks=made.door.node_ranks, pace=pace)
     except ArgumentError:
         return None
     return seconds / threads if pace.hardware.device == "cpu" else seconds  # whose rates are of one core
-
-
-def _looking(pace: Pace, made: Made, rank: int) -> float:
-    if made.schedule.name == "gather":
-        return pace.looking(tiles_over_all_keys(made.task, rank))
-    return sum(len(run.ranks) * pace.looking(run.tiles) for run in runs_over_sources(made.task, rank))
 
 
 def _hardware(device: torch.device) -> Hardware | None:
