@@ -16,12 +16,14 @@ from longring.bench.replay.numbers import GOLDEN, STIR_32, STIR_64, TENSORS, Num
 from longring.bench.replay.pairs import check_known, keys_of, queries_of
 from longring.bench.replay.peers import MadeUp, position_of, positions_of, row_of
 from longring.bench.replay.run import Setting, make, replay
-from longring.errors import ArgumentError, LayoutError, PatternError, ScheduleRefusal
+from longring.errors import ArgumentError, LayoutError, PatternError, ScheduleRefusal, TransportError
+from longring.geometry.itinerary import HOME
 from longring.geometry.layouts import deal, size
 from longring.geometry.patterns import Problem
 from longring.numerics.definition import pair_counts
 from longring.plan.event_pace import Pace
 from longring.plan.hardware import hardware
+from longring.schedules import relay
 from longring.schedules.desk import BackwardDesk, Desk
 from longring.testing import oracle
 from longring.testing.budgets import SLACK
@@ -472,6 +474,20 @@ def wrong(pattern=CAUSAL, samples=24, **changes):
     return {check.quantity for check in found.checks if not check.ok}
 
 
+@pytest.mark.parametrize("lane", ["own", "visitors'"])
+@pytest.mark.parametrize("schedule", ["ring", "bidirectional"])
+def test_other_keys_than_its_own_or_its_visitors_are_not_sent_unseen(lane, schedule, monkeypatch):
+    honest = relay.Travel._packed
+
+    def forgetful(travel, at, parcel):
+        packed = honest(travel, at, parcel)
+        return [torch.zeros_like(x) for x in packed] if (at == HOME) == (lane == "own") else packed
+
+    monkeypatch.setattr(relay.Travel, "_packed", forgetful)
+    with pytest.raises(TransportError, match="rank 20 sent another k to rank"):
+        wrong(schedule=schedule)
+
+
 def test_nothing_is_wrong_where_no_fault_was_planted():
     assert wrong() == wrong(DILATED) == set()
 
@@ -514,16 +530,18 @@ def test_rows_of_one_visitor_that_are_one_off_are_found(off, monkeypatch):
             flat.copy_(flat.view(-1, 2 * 16).roll(1, 0).view(-1))
 
     monkeypatch.setattr(MadeUp, "_draw", shifted)
-    assert "out" in wrong(schedule="ring")
+    assert "out" in wrong(schedule="exchange")
+    with pytest.raises(TransportError, match=f"sent another {off} "):
+        wrong(schedule="ring")  # in which they go on
 
 
 def test_gradients_that_belong_to_the_next_row_are_found(monkeypatch):
-    take = MadeUp.take
+    keep = MadeUp._keep_some
 
-    def shifted(self, parcel, tensors):
-        take(self, parcel, tuple(x.view(-1, 2 * 16).roll(1, 0).flatten() for x in tensors))
+    def shifted(self, parcel, *gradients):
+        keep(self, parcel, *(x.roll(2, 0) for x in gradients))  # 2 kv heads
 
-    monkeypatch.setattr(MadeUp, "take", shifted)
+    monkeypatch.setattr(MadeUp, "_keep_some", shifted)
     assert wrong(schedule="ring") == {"dk, rows of others", "dv, rows of others"}
 
 

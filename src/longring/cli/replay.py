@@ -217,6 +217,8 @@ def _check_table(found: Replayed) -> Table:
 
 
 def _verdict(found: Replayed) -> str:
+    if found.ok and not found.checks:
+        return "There was nothing to compute and nothing to check, and the bytes that moved are those of the plan."
     if found.ok:
         return (
             f"All {len(found.checks)} checks hold: sampled rows are within their error budgets, and the bytes that "

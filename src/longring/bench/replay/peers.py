@@ -1,6 +1,7 @@
 """Who stands in for the other ranks: their keys and values are drawn when they are due, their gradients are nothing.
 
-So what the rank sends of gradients is its own contribution alone, of which some vectors are kept to be checked.
+So what the rank sends of gradients is its own contribution alone, of which some vectors are kept to be checked. Of the
+keys and values that it sends, some vectors of every parcel are looked at: they must be those that were drawn, to the bit.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from ...errors import TransportError
 from ...geometry.layouts import Shard
 from ...geometry.parcels import Parcel
 from ...geometry.task import Task
@@ -56,17 +59,35 @@ class MadeUp:
         assert at == flat.numel()
 
     def take(self, parcel: Parcel, tensors: tuple[Tensor, Tensor]) -> None:
-        if parcel.kind != "gradients":
-            return
+        first, second = (flat.view(parcel.vectors, -1) for flat in tensors)
         with self._clock.aside():
-            first = self._gone
-            self._gone += parcel.vectors
-            wanted = self._keep[bisect_left(self._keep, first) : bisect_left(self._keep, self._gone)]
-            dk, dv = (flat.view(parcel.vectors, -1) for flat in tensors)
-            for number in wanted:
-                batch, row, kv_head = vector_of(parcel, number - first)
-                position = position_of(self._task.keys.shards[parcel.owner], row)
-                self.kept.append(Sent(batch, position, kv_head, dk[number - first].clone(), dv[number - first].clone()))
+            if parcel.kind == "gradients":
+                self._keep_some(parcel, first, second)
+            else:
+                self._look_at_some(parcel, first, second)
+
+    def _keep_some(self, parcel: Parcel, dk: Tensor, dv: Tensor) -> None:
+        first = self._gone
+        self._gone += parcel.vectors
+        for number in self._keep[bisect_left(self._keep, first) : bisect_left(self._keep, self._gone)]:
+            batch, position, kv_head = self._place(parcel, number - first)
+            self.kept.append(Sent(batch, position, kv_head, dk[number - first].clone(), dv[number - first].clone()))
+
+    def _look_at_some(self, parcel: Parcel, k: Tensor, v: Tensor) -> None:
+        for number in {0, parcel.vectors // 2, parcel.vectors - 1}:
+            batch, position, kv_head = self._place(parcel, number)
+            at = torch.tensor([position], device=k.device)
+            for tensor, sent in (("k", k), ("v", v)):
+                if not torch.equal(sent[number], self._numbers.at(tensor, batch, at, kv_head, sent.dtype)[0]):
+                    raise TransportError(
+                        f"rank {parcel.sender} sent another {tensor} to rank {parcel.receiver} than that of position "
+                        f"{position}, kv head {kv_head}: whoever computes with it goes wrong"
+                    )
+
+    def _place(self, parcel: Parcel, number: int) -> tuple[int, int, int]:
+        """(batch row, position, kv head) of a vector of the parcel."""
+        batch, row, kv_head = vector_of(parcel, number)
+        return batch, position_of(self._task.keys.shards[parcel.owner], row), kv_head
 
 
 def vector_of(parcel: Parcel, number: int) -> tuple[int, int, int]:
