@@ -71,6 +71,14 @@ def test_what_is_not_finite_is_null_and_infinitely_wrong(tmp_path):
     assert Record.load(path).scenarios["one"][0].is_wrong
 
 
+def test_a_number_that_is_no_float_is_refused(tmp_path):
+    path = tmp_path / "record.json"
+    made(one=[a_row(tokens=1234567)]).save(path)
+    path.write_text(path.read_text().replace("1234567", "9" * 400))
+    with pytest.raises(ArgumentError, match="tokens"):
+        Record.load(path)
+
+
 @pytest.mark.parametrize(("error", "is_wrong"), [(0.5, False), (1.0, False), (1.5, True), (math.nan, True)])
 def test_wrong_is_beyond_what_is_allowed(error, is_wrong):
     assert a_row(errors={"out": error}, allowed={"out": 1.0}).is_wrong == is_wrong

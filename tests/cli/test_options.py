@@ -7,7 +7,7 @@ import pytest
 
 from longring import Dense, Dilated
 from longring.cli import main
-from longring.cli.options import bytes_of, check_writable, kv_heads_of, pattern_of
+from longring.cli.options import bytes_of, check_apart, check_writable, kv_heads_of, pattern_of
 from longring.errors import ArgumentError
 
 
@@ -91,3 +91,9 @@ def test_a_folder_that_may_not_be_written_to_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(ArgumentError, match="Permission denied"):
         check_writable(tmp_path / "report.html")
+
+
+def test_two_outputs_in_one_file_are_refused(tmp_path):
+    check_apart(out=tmp_path / "a", report=tmp_path / "b", trace=None)
+    with pytest.raises(ArgumentError, match="--out and --report are the same file"):
+        check_apart(out=tmp_path / "a", report=tmp_path / "c" / ".." / "a")

@@ -231,6 +231,7 @@ def refused(monkeypatch, capsys):
         ("--fit --ranks 5", "leave out --ranks and --nodes"),
         ("--max-tokens --reserve 137GiB --layers 1M", "not even 1,024 tokens fit 8 ranks of h200"),
         ("--hardware-file none.toml", "none.toml cannot be read: No such file"),
+        ("--hardware-file /dev/null", "say with --hardware which machine is meant, of"),
     ],
 )
 def test_bad_arguments_are_one_line_and_exit_code_2(refused, arguments, said):

@@ -395,6 +395,17 @@ def test_one_rank_wastes_nothing(pattern):
     assert forecast.forecast(question).recommended.efficiency == pytest.approx(1, abs=0.02)
 
 
+@pytest.mark.parametrize("schedule", ["ring", "bidirectional"])
+def test_ranks_that_do_not_send_out_of_a_node_leave_its_link_to_those_that_do(schedule):
+    question = asked(
+        tokens=1 << 18, ranks=32, nodes=8, heads=32, kv_heads=8, head_dim=128, hardware=hardware("rtx4090")
+    )
+    about = estimated(question, schedule, "zigzag")
+    played = forecast.forecast(question, schedule=schedule, layout="zigzag", plays_all=True).recommended
+    for one, other in ((about.forward, played.forward), (about.backward, played.backward)):
+        assert one.seconds == pytest.approx(other.seconds, rel=0.25)
+
+
 def test_the_fewest_ranks_fit_and_a_step_fewer_do_not():
     question = asked(tokens=4 << 20, heads=32, kv_heads=8, head_dim=128, layers=32)
     found = fewest(question)

@@ -141,12 +141,15 @@ class Record:
 # ------------------------------------------------------------------------------------------------------- reading
 
 
+LARGEST = 1e300  # beyond, a whole number may be no float
+
+
 def _number(x: Any) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) <= LARGEST  # nan is not
 
 
 def _count(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and x >= 0
+    return isinstance(x, int) and not isinstance(x, bool) and 0 <= x <= LARGEST
 
 
 def _text(x: Any) -> bool:

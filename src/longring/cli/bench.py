@@ -124,6 +124,7 @@ def bench(
         return
     asked = {name: value for name, value in context.params.items() if value is not None}
     _check(preset, device, peers)
+    options.check_apart(out=out, report=report)
     options.check_writable(out, "--out")
     options.check_writable(report)
     record = _on_gpu(asked) if _device(device, preset) == "cuda" else _on_ranks(asked)

@@ -169,3 +169,12 @@ def check_writable(path: Path | None, option: str = "--report") -> None:
             path.unlink()
     except OSError as failure:
         raise ArgumentError(f"{option} {path} cannot be written: {failure.strerror or failure}") from failure
+
+
+def check_apart(**paths: Path | None) -> None:
+    """Refuse two outputs in one file, of which one would be lost."""
+    given = [(name, path.resolve()) for name, path in paths.items() if path is not None]
+    for i, (name, path) in enumerate(given):
+        for other, another in given[:i]:
+            if path == another:
+                raise ArgumentError(f"--{other} and --{name} are the same file, {path}; write them to two")

@@ -83,8 +83,11 @@ def plan(
         str, typer.Option("--schedule", metavar="NAME", help="Look at one schedule alone; auto looks at every one.")
     ] = "auto",
     hardware: Annotated[
-        str, typer.Option("--hardware", metavar="NAME", help="What a rank runs on; `list` shows what there is.")
-    ] = "h200",
+        str | None,
+        typer.Option(
+            "--hardware", metavar="NAME", help="What a rank runs on; `list` shows what there is.", show_default="h200"
+        ),
+    ] = None,
     hardware_file: Annotated[
         Path | None,
         typer.Option("--hardware-file", metavar="FILE", help="TOML with hardware of your own.", show_default="none"),
@@ -134,6 +137,7 @@ def plan(
       longring plan --max-tokens --ranks 8 --layers 32 --kv-heads 8 --reserve 40GiB
       longring plan --fit --tokens 10M --layers 32 --kv-heads 8 --reserve 40GiB
     """
+    hardware = hardware or _usual(hardware_file)
     arguments = {name: value for name, value in locals().items() if name != "as_json"}
     with _uncollected():
         if hardware == "list":
@@ -141,6 +145,16 @@ def plan(
         else:
             answer = _answer_how_many if fit else _answer_how_long if max_tokens else _answer
             answer(_question(arguments), arguments, as_json)
+
+
+def _usual(hardware_file: Path | None) -> str:
+    """What is meant where nobody said; with a file of one's own it would hardly be this."""
+    if hardware_file is not None:
+        from ..plan.hardware import all_hardware
+
+        known = ", ".join(all_hardware(hardware_file))
+        raise ArgumentError(f"--hardware-file {hardware_file}: say with --hardware which machine is meant, of {known}")
+    return "h200"
 
 
 @contextmanager

@@ -84,6 +84,7 @@ def profile(
     options.bytes_of(dtype)
     pattern = options.pattern_of(causal=causal, window=window, dilated=dilated)
     _check(ranks, nodes, device, picture)
+    options.check_apart(report=report, trace=trace, picture=picture)
     for option, path in (("--report", report), ("--trace", trace), ("--picture", picture)):
         options.check_writable(path, option)
 

@@ -97,21 +97,20 @@ class Traffic:
         """What is sent or what is received, whichever is more."""
         return max(self.sent, self.received, key=lambda way: sum(carried.bytes for carried in way.values()))
 
-    def moving(self, hardware: Hardware, node_ranks: int, where: Iterable[str] = ("inside", "outside")) -> float:
-        """Seconds that the busiest of the rank's lines needs for it, if nothing else delays it."""
+    def moving(self, hardware: Hardware, sharing: int, where: Iterable[str] = ("inside", "outside")) -> float:
+        """Seconds that the busiest of the rank's lines needs for it, if nothing else delays it.
+
+        sharing: ranks of the node that send out of it at a time.
+        """
         return max(
-            (
-                _on_line(way[place], place, hardware, node_ranks)
-                for way in (self.sent, self.received)
-                for place in where
-            ),
+            (_on_line(way[place], place, hardware, sharing) for way in (self.sent, self.received) for place in where),
             default=0.0,
         )
 
 
-def _on_line(carried: Carried, where: str, hardware: Hardware, node_ranks: int) -> float:
+def _on_line(carried: Carried, where: str, hardware: Hardware, sharing: int) -> float:
     link = hardware.inside if where == "inside" else hardware.outside
-    speed = link.bytes_per_second if where == "inside" else hardware.out_of_node(node_ranks)
+    speed = link.bytes_per_second if where == "inside" else hardware.out_of_node(sharing)
     return carried.bytes / speed + carried.messages * link.latency_seconds
 
 

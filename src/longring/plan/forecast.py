@@ -31,6 +31,9 @@ OVERLAPPING = ("ring", "bidirectional", "double_ring", "exchange")
 OF_NODES = ("double_ring", "hybrid")  # without several nodes of several ranks they are ring and ulysses
 PLAYED_AT_ONCE, PLAYED_AT_MOST = 16, 256  # ranks up to which every choice is played, and the leading ones
 DILATED_PLAYED_AT_MOST = 32  # where every pair of ranks is looked at
+SENDING_OUT = {"ring": 1, "bidirectional": 2}
+"""Ranks of a node that send to other nodes at a time, where not all do: neighbours are in one node, but at its ends."""
+
 MOST_TOKENS = 10**15
 TILES_COUNTED = 1024  # of windows or segments on a rank
 FEW_RANKS = 16  # all of them are asked; of more a few, which speak for the rest
@@ -329,12 +332,13 @@ def _estimated_pass(question: Question, schedule: str, layout: str, asked: int, 
         computing(task, schedule, rank, node_ranks=node_ranks, pace=pace) for rank in _some(question.ranks, asked)
     )
     carried = _traffic(question, schedule, layout, asked, phase)
-    moving = carried.moving(hardware, node_ranks)
-    between = carried.moving(hardware, node_ranks, ["outside"])
+    sharing = min(node_ranks, SENDING_OUT.get(schedule, node_ranks))
+    moving = carried.moving(hardware, sharing)
+    between = carried.moving(hardware, sharing, ["outside"])
     if schedule in OVERLAPPING:
         seconds = max(work, moving)
     elif schedule == "hybrid":
-        seconds = carried.moving(hardware, node_ranks, ["inside"]) + max(work, between)
+        seconds = carried.moving(hardware, sharing, ["inside"]) + max(work, between)
     else:
         seconds = work + moving
     hides_from = _hides_from(question, schedule, work, between if schedule == "hybrid" else moving)

@@ -1,7 +1,7 @@
 """Who stands in for the other ranks: their keys and values are drawn when they are due, their gradients are nothing.
 
 So what the rank sends of gradients is its own contribution alone, of which some vectors are kept to be checked. Of the
-keys and values that it sends, some vectors of every parcel are looked at: they must be those that were drawn, to the bit.
+keys and values that it sends, some vectors of every parcel are looked at: they must be those drawn, to the bit.
 """
 
 from __future__ import annotations
