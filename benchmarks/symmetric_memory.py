@@ -3,8 +3,8 @@
     python benchmarks/symmetric_memory.py > docs/records/symmetric_memory.json
 
 Processes share the GPU, so nothing here is timed. A rank's peak is what torch's allocator held at most plus the
-symmetric memory of its transport, which the allocator does not count. The prediction is a sum of components, each a
-number of tensors the size of the rank's q in bfloat16.
+symmetric memory of its transport, which the allocator does not count. The prediction is the sum of components that
+`longring plan` counts, and the symmetric memory that the transport asked for.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import torch
 import torch.distributed as dist
 
 import longring as lr
+from longring.geometry.layouts import deal
+from longring.geometry.patterns import Problem
+from longring.geometry.task import Task
+from longring.plan.memory import Phase, held
 from longring.transport.select import transport_for
 
 N, HEADS, D = 256 * 1024, 16, 128
 RANKS = (1, 4, 8)
 
-# in tensors the size of q; one that is float32 counts twice
-OWN = {"q, k, v, out and its gradient": 5, "dq in float32": 2, "dk and dv in float32": 4, "results in bfloat16": 3}
-RING = {"visiting and arriving k, v": 4, "gradients here and arriving, float32": 8, "leaving, packed": 4}
 
-
-def held(schedule: str, n: int) -> dict[str, Any]:
+def measured(schedule: str, n: int) -> dict[str, Any]:
     """On one rank. The first call is small: it compiles, and opens what stays open."""
     torch.cuda.set_device(0)
     is_alone = dist.get_world_size() == 1
@@ -66,16 +66,12 @@ def _once(s: lr.Sharding, schedule: str) -> tuple[int, int, bool]:
     return forward, backward, is_finite and bool(out.isfinite().all())
 
 
-def predicted(schedule: str, ranks: int, n: int) -> dict[str, int]:
-    """Bytes of the components of a backward, on one rank."""
-    unit = n // ranks * HEADS * D * 2
-    parts = dict(OWN)
-    if ranks > 1 and schedule == "ring":
-        parts |= RING
-    if ranks > 1 and schedule == "gather":
-        parts |= {"all k and v": 2 * ranks, "all dk and dv in float32": 4 * ranks, "what arrives": 4}
-    lse = n // ranks * HEADS * 4
-    return {name: count * unit for name, count in parts.items()} | {"lse and delta": 2 * lse}
+def predicted(schedule: str, ranks: int, n: int, phase: Phase) -> dict[str, int]:
+    """Bytes of each component on the fullest rank at its fullest moment, as `longring plan` counts them."""
+    dealt = deal("zigzag" if ranks > 1 else "contiguous", n, ranks)
+    task = Task(lr.Dense(causal=True), Problem(1, n, n, HEADS, 0), dealt, dealt, HEADS)
+    each = [held(task, schedule, rank, head_dim=D, itemsize=2, phase=phase, device="cuda") for rank in range(ranks)]
+    return max(each, key=lambda one: one.peak_bytes).components
 
 
 def main() -> None:
@@ -87,10 +83,10 @@ def main() -> None:
         for ranks in RANKS:
             if ranks == 1 and schedule != "ring":
                 continue
-            found = lr.launch(held, schedule if ranks > 1 else "auto", n, ranks=ranks, timeout=500, backend="gloo")
+            found = lr.launch(measured, schedule if ranks > 1 else "auto", n, ranks=ranks, timeout=500, backend="gloo")
             most = max(each["backward"] + each["symmetric"] for each in found)
             alone = alone or most
-            parts = predicted(schedule, ranks, n) | {"symmetric memory": found[0]["symmetric"]}
+            parts = predicted(schedule, ranks, n, "backward") | {"symmetric memory": found[0]["symmetric"]}
             runs.append(
                 {
                     "schedule": schedule,

@@ -1,4 +1,5 @@
-"""Buffers that are received into, made once and used again: fresh memory costs more than a copy into it."""
+"""Buffers that are received into. In a host's memory they are made once and used again: fresh memory costs more there
+than a copy into it. A GPU's go back to torch, which hands out memory at once and may use it for something else."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ from ..transport.contract import Transport
 
 
 class Buffers:
-    """Free buffers of one rank. They grow to what was in use at once, and one that became too small goes."""
+    """Free buffers of one rank. They grow to what was in use at once, and one that became too small goes.
+
+    What a GPU still has to do with a buffer that is given back is in its stream already, before all that torch could
+    use the memory for.
+    """
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -30,6 +35,8 @@ class Buffers:
         return torch.empty(numbers, dtype=dtype, device=device)
 
     def give_back(self, buffer: Tensor) -> None:
+        if buffer.is_cuda:
+            return
         with self._lock:
             free = self._free.setdefault((buffer.dtype, buffer.device), [])
             free.append(buffer)
@@ -71,3 +78,4 @@ class Loan:
         self._users -= 1
         if not self._users:
             self._buffers.give_back(self._whole)
+            del self._whole, self.flat

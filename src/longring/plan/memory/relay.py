@@ -27,7 +27,7 @@ class Trip:
     buffers: Buffers = field(init=False)
 
     def __post_init__(self) -> None:
-        self.buffers = Buffers(self.setting.room)
+        self.buffers = Buffers(self.setting.room, are_kept=self.setting.kernel.device != "cuda")
 
     def room(self, component: str, parcel: Parcel, itemsize: int) -> tuple[Loan, Loan]:
         first, second = (Loan(self.buffers, component, parcel.vectors * self.k.d, itemsize) for _ in "kv")

@@ -118,10 +118,10 @@ FREE = "free buffers"
 
 
 class Buffers:
-    """Free buffers of one rank, as a relay keeps them: the smallest that is large enough is taken."""
+    """Free buffers of one rank, as a relay keeps them: the smallest that is large enough is taken. A GPU keeps none."""
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
+    def __init__(self, room: Room, *, are_kept: bool) -> None:
+        self._room, self._are_kept = room, are_kept
         self._free: dict[int, list[Taken]] = {}  # by item size, the smallest first
 
     def take(self, component: str, numbers: int, itemsize: int) -> Taken:
@@ -134,6 +134,9 @@ class Buffers:
         return self._room.take(component, numbers * itemsize)
 
     def give_back(self, buffer: Taken, itemsize: int) -> None:
+        if not self._are_kept:
+            buffer.give()
+            return
         free = self._free.setdefault(itemsize, [])
         free.append(buffer.become(FREE))
         free.sort(key=lambda one: one.size)
