@@ -104,6 +104,19 @@ def test_competitors_take_turns_and_stragglers_leave(monkeypatch):
     assert {name: spread.runs for name, spread in found.items()} == {"a": 3, "b": 3, "slow": 1, "kept": 3}
 
 
+def test_what_is_short_is_run_more_often_and_led_in(monkeypatch):
+    led_in = []
+
+    def round_(turns, device, *, is_led_in=False):
+        led_in.append(is_led_in)
+        return {name: 0.02 for name, _ in turns}
+
+    monkeypatch.setattr("longring.bench.gpu.clock._round", round_)
+    assert timed({"a": Turn(print)}, CPU, repeats=5, is_warm=True)["a"].runs == 15
+    assert led_in == [False] + [True] * 14  # how long it takes shows in the first round
+    assert timed({"a": Turn(print)}, CPU, repeats=2, is_warm=True)["a"].runs == 2  # so few where it is long
+
+
 def test_a_package_keeps_its_graph_for_its_turn_alone():
     x = given(EQUAL, Place(CPU, torch.float32))
     package = Package("theirs", x, lambda q, k, v: q + k + v, Dilated([8], [1]))

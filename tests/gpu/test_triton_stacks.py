@@ -12,6 +12,7 @@ import stacking
 from longring.kernels.places import Place, Stack
 from longring.testing import judge
 from longring.testing.budgets import distance
+from never_waiting import never_waiting
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -121,11 +122,8 @@ def test_a_known_call_never_waits_for_the_device():
         tiles.backward(dout, q, lse, None, q, k, v, found, 0.09)
 
     both()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         both()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_list_written_on_one_stream_serves_another():

@@ -94,7 +94,7 @@ def test_an_empty_window_writes_nothing():
 # the interpreter cuts bfloat16 off where a GPU rounds it
 @pytest.mark.parametrize("dtype", [torch.float16, *[torch.bfloat16] * (DEVICE.type == "cuda")], ids=str)
 def test_more_parts_than_a_launch_takes_are_rounded_once(dtype, monkeypatch):
-    monkeypatch.setattr(module, "MOST", 2)
+    monkeypatch.setattr(module, "MERGED_AT_ONCE", 2)
     draw = torch.Generator().manual_seed(0)
     parts = [
         part(torch.randn(1, 1, 9, 16, generator=draw).to(DEVICE), torch.randn(1, 1, 9, generator=draw).to(DEVICE))

@@ -21,6 +21,7 @@ SIDE = 512  # of a block of them
 HELD = 4  # parts of the total's size that may wait to be merged
 HELD_OF_SUMS = 1  # and in the backward, where memory is short
 ALWAYS_HELD = 1 << 26  # bytes that may wait in any case
+MERGED_AT_ONCE = 16  # parts that one pass takes; more of them take several, through an accumulator
 
 
 def stretches(tiles: Sequence[Tile], q: Shaped, k: Shaped, *, can_be_done: bool) -> Sequence[Slab]:

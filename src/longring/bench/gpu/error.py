@@ -12,7 +12,6 @@ from torch import Tensor
 from ...functional import attention
 from ...geometry.patterns import Dense
 from ...schedules.buffers import release_buffers
-from ...simulation import simulate
 from ..records import Row
 from .check import Errors, Result
 from .contest import Differentiated, Entry, Stage
@@ -20,6 +19,7 @@ from .direct import direct_kernels
 from .exact import exact_columns, exact_rows
 from .given import Given, given
 from .recreated import RingFlashAttention, TransformerEngine
+from .virtual_ring import VirtualRing
 
 CAUSAL = Dense(causal=True)
 TO_ONE_CALL = "times one call's error in the worst of out, dq, dk and dv"
@@ -54,10 +54,6 @@ def _ratios(errors: Errors, base: Errors) -> dict[str, float]:
 
 
 def entries(stage: Stage, x: Given, ranks: int) -> list[Entry]:
-    def ring(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        sim = simulate(q, k, v, ranks=ranks, pattern=CAUSAL, layout="zigzag", schedule="ring")
-        return sim.out, sim.lse
-
     def one(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return attention(q, k, v, pattern=CAUSAL, return_lse=True)
 
@@ -65,7 +61,7 @@ def entries(stage: Stage, x: Given, ranks: int) -> list[Entry]:
     kernel = next(kernels[name] for name in KERNELS if name in kernels)
     return [
         Differentiated("one call", x, one),
-        Differentiated(f"ring of {ranks}", x, ring),
+        VirtualRing(x, CAUSAL, ranks),
         RingFlashAttention(x, ranks, kernel),
         TransformerEngine(x, ranks, kernel),
     ]

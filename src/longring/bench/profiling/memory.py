@@ -41,6 +41,7 @@ PREDICTED = {
     **dict.fromkeys(("dK/dV of visitors", "dK/dV arriving", "dK/dV leaving"), TRAVELLING),
     **dict.fromkeys(("queries at desks", "leaving for desks or home", "arriving at desks or home"), BY_HEADS),
     "free buffers": KEYS,
+    SYMMETRIC: SYMMETRIC,
     **{name: name for name in ("q", "k", "v", OUT, "lse", "dout")},
 }
 """What the prediction calls by a finer name; any further is workspace."""

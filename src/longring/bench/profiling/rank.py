@@ -105,6 +105,7 @@ def attend(asked: Asked) -> Seen:
     memory_run = rank.timed(account)
     samples = account.samples(memory_run.phases)
     choice = rank.choice()
+    symmetric = getattr(rank.sharding.transport, "symmetric_bytes", 0)
     return Seen(
         rank=rank.sharding.rank,
         schedule=choice.schedule.name,
@@ -116,8 +117,8 @@ def attend(asked: Asked) -> Seen:
         runs=runs,
         memory_run=memory_run,
         samples=samples,
-        peaks=_peaks(samples, memory_run, rank.peaks(), getattr(rank.sharding.transport, "symmetric_bytes", 0)),
-        predicted=_predicted(asked, choice),
+        peaks=_peaks(samples, memory_run, rank.peaks(), symmetric),
+        predicted=_predicted(asked, choice, symmetric),
         bytes_sent={phase: _sent(memory_run, phase) for phase in asked.phases},
         bytes_planned=_planned(asked, choice),
     )
@@ -325,13 +326,23 @@ def _peaks(samples: list[Sample], run: Run, by_allocator: dict[str, int], symmet
     return found
 
 
-def _predicted(asked: Asked, choice: Call) -> dict[str, Held]:
+def _predicted(asked: Asked, choice: Call, symmetric: int) -> dict[str, Held]:
+    """Of the call; what its transport keeps for messages is known beforehand, too, and there all the time."""
     journey = choice.journey
     size = {"head_dim": asked.head_dim, "itemsize": asked.dtype.itemsize, "node_ranks": journey.transport.node_ranks}
     how = {"device": asked.device, "kernel": asked.kernel, "threads": torch.get_num_threads()}
-    return {
+    found = {
         phase: held(journey.task, journey.schedule, journey.transport.rank, **size, phase=phase, **how)
         for phase in asked.phases
+    }
+    if not symmetric:
+        return found
+    always = {SYMMETRIC: symmetric}
+    return {
+        phase: Held(
+            of.peak_bytes + symmetric, of.components | always, {at: one | always for at, one in of.timeline.items()}
+        )
+        for phase, of in found.items()
     }
 
 

@@ -14,6 +14,7 @@ where each head of the target is seated in it, and which parts a head's rows are
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from math import gcd
 from types import MappingProxyType
@@ -24,11 +25,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...geometry.portions import MERGED_AT_ONCE
 from ...numerics.online_softmax import Partial, accumulator_dtype
 from ..places import Part, Place
 
 FARTHEST = 64  # rows from one of a program's to the next
-MOST = 16  # parts in a launch; more of them take several
 
 # d, padded to a power of two -> (rows of a program, its warps): 16 numbers a thread leave many programs room
 BLOCKS = {16: (128, 4), 32: (64, 4), 64: (32, 4), 128: (32, 4), 256: (8, 4), 512: (4, 4)}
@@ -41,13 +42,16 @@ def merge_parts(parts: Sequence[Part], window: range, before: Partial | None, in
     """What `before` and all parts saw together, for the rows of `window`; `into` may be `before`.
 
     Rows that nobody saw become 0 with lse -inf. Logarithms are weighed in float64 if `before` or `into` carries them
-    so; products are float32, or float64 for parts of float64. Parts beyond MOST are merged in rounds, through `into`
-    if it is an accumulator and through one of their own otherwise: a 16-bit `into` is rounded once, however many.
+    so; products are float32, or float64 for parts of float64. Parts beyond MERGED_AT_ONCE are merged in rounds: through
+    `into` if it is an accumulator, or `before`, which then is used up, or one of their own. So a 16-bit `into` is
+    rounded once, however many they are.
     """
     into = _cut(into, window)
     before = None if before is None else _cut(before, window)
     *rounds, last = _rounds(parts)
-    between = Partial(_unrounded(into.out), _like(into.lse, torch.float64)) if rounds else into
+    between = into
+    if rounds:
+        between = before or Partial(_unrounded(into.out), _like(into.lse, torch.float64))
     for some in rounds:
         _merge_round(some, window.start, before, between)
         before = between
@@ -57,12 +61,14 @@ def merge_parts(parts: Sequence[Part], window: range, before: Partial | None, in
 def add_parts(parts: Sequence[Part], window: range, before: Tensor | None, into: Tensor) -> None:
     """`before` and all parts added up, for the rows of `window`; `into` may be `before`.
 
-    Rows that nothing is added to become 0. Parts beyond MOST are added in rounds, as in `merge_parts`.
+    Rows that nothing is added to become 0. Parts beyond MERGED_AT_ONCE are added in rounds, as in `merge_parts`.
     """
     into = into[:, window.start : window.stop]
     before = None if before is None else before[:, window.start : window.stop]
     *rounds, last = _rounds(parts)
-    between = _unrounded(into) if rounds else into
+    between = into
+    if rounds:
+        between = _unrounded(into) if before is None else before
     for some in rounds:
         _add_round(some, window.start, before, between)
         before = between
@@ -82,7 +88,7 @@ def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _rounds(parts: Sequence[Part]) -> list[Sequence[Part]]:
-    return [parts[i : i + MOST] for i in range(0, len(parts), MOST)] or [()]
+    return [parts[i : i + MERGED_AT_ONCE] for i in range(0, len(parts), MERGED_AT_ONCE)] or [()]
 
 
 # ------------------------------------------------------------------------------------------------------- launches
@@ -95,7 +101,7 @@ def _merge_round(parts: Sequence[Part], first: int, before: Partial | None, into
     _check(parts, into.out)
     old = into if before is None else before
     slots, stride = _slots(parts), _stride(parts, into.out)
-    with torch.cuda.device_of(into.out):
+    with _on_device_of(into.out):
         _merge[_grid(into.out, stride)](
             tuple(part.out for part in slots),
             tuple(part.lse for part in slots),
@@ -122,7 +128,7 @@ def _add_round(parts: Sequence[Part], first: int, before: Tensor | None, into: T
     _check(parts, into)
     old = into if before is None else before
     slots, stride = _slots(parts), _stride(parts, into)
-    with torch.cuda.device_of(into):
+    with _on_device_of(into):
         _add[_grid(into, stride)](
             tuple(part.out for part in slots),
             *_tables(slots, len(parts), into, stride),
@@ -139,6 +145,12 @@ def _add_round(parts: Sequence[Part], first: int, before: Tensor | None, into: T
             ALIGNED=_alignment(slots, old, into),
             **_sizes(into),
         )
+
+
+def _on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Where Triton launches. To ask is quicker than to change to where one is."""
+    is_here = not x.is_cuda or x.device.index == torch.cuda.current_device()
+    return nullcontext() if is_here else torch.cuda.device(x.device)
 
 
 def _check(parts: Sequence[Part], into: Tensor) -> None:
@@ -214,24 +226,32 @@ class _Look(NamedTuple):
     lse: tuple[int, ...]
 
 
+class _Tables(NamedTuple):
+    """Those of a kind of call, and the streams that have read them, each of which is to be asked but once."""
+
+    tables: tuple[Tensor, Tensor, Tensor]
+    readers: set[int]
+
+
 def _tables(slots: Sequence[Part], count: int, into: Tensor, stride: int) -> tuple[Tensor, Tensor, Tensor]:
     """[parts, LOOK], [batch * heads, parts, SEAT] and [batch * heads, stride], there since the first such call."""
     looks = tuple(_Look(place, out.stride(), (0,) * 3 if lse is None else lse.stride()) for place, out, lse in slots)
-    tables = _made(into.device, into.shape[0], into.shape[2], looks, count, stride)
-    for table in tables if into.is_cuda else ():
-        table.record_stream(torch.cuda.current_stream(into.device))  # forgotten, it must outlast what reads it
+    tables, readers = _made(into.device, into.shape[0], into.shape[2], looks, count, stride)
+    if into.is_cuda and (reader := torch._C._cuda_getCurrentRawStream(into.device.index)) not in readers:
+        for table in tables:
+            table.record_stream(torch.cuda.current_stream(into.device))  # forgotten, it must outlast what reads it
+        readers.add(reader)
     return tables
 
 
 @lru_cache(maxsize=256)
-def _made(
-    device: torch.device, batch: int, heads: int, looks: tuple[_Look, ...], count: int, stride: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _made(device: torch.device, batch: int, heads: int, looks: tuple[_Look, ...], count: int, stride: int) -> _Tables:
     everyone = [(b, h) for b in range(batch) for h in range(heads)]
     seats = [[_seat(look, *one) for look in looks] for one in everyone]
     asked = [tuple(_asked(looks[:count], some, row, stride) for row in range(stride)) for some in seats]
     whole = [seat for some in seats for seat in some]
-    return _sent([_look(look) for look in looks], device), _sent(whole, device), _sent(asked, device)
+    tables = _sent([_look(look) for look in looks], device), _sent(whole, device), _sent(asked, device)
+    return _Tables(tables, set())
 
 
 def _asked(looks: Sequence[_Look], seats: Sequence[tuple[int, ...]], row: int, stride: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ...geometry.portions import ALWAYS_HELD, HELD, HELD_OF_SUMS, are_too_many
+from ...geometry.portions import ALWAYS_HELD, HELD, HELD_OF_SUMS, MERGED_AT_ONCE, are_too_many
 from ...geometry.stacks import Place
 from .room import Like, Room, Taken
 
@@ -110,6 +110,8 @@ class Seen:
             return Total(whole.out.become(OUT), whole.lse.become(LSE))
         if self._parts:
             rounded = self._new(self._q, self._q.accumulator.itemsize)
+            if self._total is None:
+                _go_through(self._room, self._parts, self._q, LOG)
             self._clear()
             if self._total is not None:
                 self._total.give()
@@ -214,6 +216,8 @@ class Sum:
             self._total, self._has_total = self._parts.pop().out.become(self._component), True
         elif self._parts and self._is_lazy:
             rounded = self._room.take(self._component, self._x.nbytes)
+            if self._total is None:
+                _go_through(self._room, self._parts, self._x)
             self._clear()
             if self._total is not None:
                 self._total.give()
@@ -249,6 +253,13 @@ def repeat(room: Room, total: Seen | Sum, skipped: int) -> None:
             part.give()
     total.latest = []
     total.is_piling_up = bool(each)
+
+
+def _go_through(room: Room, parts: list[Part], like: Like, lse_itemsize: int = 0) -> None:
+    """More parts than one pass takes are brought together in an accumulator, before they are rounded."""
+    accumulator = 0 if like.accumulator == like else like.accumulator.nbytes
+    if len(parts) > MERGED_AT_ONCE:
+        room.briefly(MERGING, accumulator + like.vectors * lse_itemsize)
 
 
 def _as_total(room: Room, part: Taken, size: int, component: str) -> Taken:
