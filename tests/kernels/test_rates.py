@@ -16,7 +16,7 @@ from longring.kernels import fused, select
 from longring.kernels.fused import FusedKernel
 from longring.kernels.operations import flash_attn
 from longring.kernels.places import Place, Stack
-from longring.kernels.rates import HOPPER, RANKS, Case, Size, by_speed, generation
+from longring.kernels.rates import HOPPER, RANKS, UNPLANNED, WORTH_A_PLAN, Case, Size, by_speed, generation
 from longring.kernels.reference import ReferenceKernel
 from longring.kernels.select import KERNELS, OTHER_BITS, select_kernel
 
@@ -42,8 +42,21 @@ def rate(case: Case, name: str, which: str) -> int:
 def test_a_measured_case_goes_from_its_fastest_to_its_slowest(case, which):
     ordered = by_speed(MEASURED, which, size_of(case), "hopper")
     assert sorted(ordered) == sorted(MEASURED)
-    rates = [rate(case, name, which) for name in ordered]
+    is_worth_it = size_of(case).flops >= WORTH_A_PLAN
+    rates = [rate(case, name, which) for name in ordered if is_worth_it or name != "cudnn"]
     assert rates == sorted(rates, reverse=True)
+
+
+@pytest.mark.parametrize("kind", ["hopper", "blackwell", "ampere"])
+@pytest.mark.parametrize("which", PASSES)
+def test_little_work_is_not_worth_a_plan(which, kind):
+    little, much = Size(128, 16, 500, 500, True), Size(128, 16, 5000, 5000, True)
+    assert little.flops < WORTH_A_PLAN < much.flops
+    for names in (("cudnn", "flash"), ("cudnn", "flash", "efficient", "triton"), MEASURED):
+        assert by_speed(names, which, little, kind)[0] in UNPLANNED
+    assert by_speed(("cudnn", "triton"), which, little, kind)[0] == "cudnn"  # nothing else is as fast
+    if kind != "ampere":
+        assert by_speed(("cudnn", "flash"), which, much, kind)[0] == "cudnn"
 
 
 def test_every_case_was_measured_once_and_of_every_operation():
@@ -127,7 +140,7 @@ def test_the_nearest_case_is_near_in_work_in_tiles_and_in_mask(monkeypatch):
         monkeypatch.setattr("longring.kernels.rates.HOPPER", cases)
         return by_speed.__wrapped__(MEASURED, "forward", Size(64, 64, 512, 512, True), "hopper")[0]
 
-    exact = case(64, 64, 512, True, "cudnn")
+    exact = case(64, 64, 512, True, "efficient")
     for other in (
         case(64, 64, 512, False, "flash"),
         case(64, 16, 512, True, "flash"),
@@ -136,10 +149,10 @@ def test_the_nearest_case_is_near_in_work_in_tiles_and_in_mask(monkeypatch):
         case(64, 64, 1024, True, "flash"),
         case(128, 64, 512, True, "flash"),
     ):
-        assert first(other, exact) == first(exact, other) == "cudnn"
+        assert first(other, exact) == first(exact, other) == "efficient"
     # the mask matters less than the size, and nothing as much as d
-    assert first(case(64, 64, 512, False, "flash"), case(64, 64, 2048, True, "cudnn")) == "flash"
-    assert first(case(64, 8192, 8192, False, "flash"), case(128, 64, 512, True, "cudnn")) == "flash"
+    assert first(case(64, 64, 512, False, "flash"), case(64, 64, 2048, True, "efficient")) == "flash"
+    assert first(case(64, 8192, 8192, False, "flash"), case(128, 64, 512, True, "efficient")) == "flash"
 
 
 @pytest.mark.parametrize(

@@ -109,21 +109,40 @@ class Size(NamedTuple):
     def work(self) -> float:
         return self.tile + log2(self.heads)
 
+    @property
+    def flops(self) -> float:
+        """Of a forward, about."""
+        return 4 * self.heads * self.rows * self.cols * self.d / (2 if self.causal else 1)
+
+
+PLANNED = "cudnn"  # it makes a plan for every new shape and layout, which takes a good part of a second
+UNPLANNED = ("flash_attn_4", "flash_attn_3", "flash_attn_2", "flash", "efficient")
+WORTH_A_PLAN = 4e9  # FLOPs: below, a plan saves at most 15 us a call, and of small tiles there are many kinds
+
 
 @lru_cache(maxsize=4096)
 def by_speed(names: tuple[str, ...], which: Pass, size: Size, kind: str) -> tuple[str, ...]:
-    """The names, the fastest first."""
+    """The names, the fastest first; of little work, what needs no plan before what does."""
     ranks = RANKS[kind]
     ranked = sorted(names, key=lambda name: _rank(name, ranks))
-    if kind != "hopper":
-        return tuple(ranked)
+    if kind == "hopper":
+        ranked = _as_measured(ranked, which, size)
+    unplanned = [name for name in ranked if name in UNPLANNED]
+    if PLANNED in ranked and unplanned and size.flops < WORTH_A_PLAN:
+        ranked.remove(PLANNED)
+        ranked.insert(ranked.index(unplanned[0]) + 1, PLANNED)
+    return tuple(ranked)
+
+
+def _as_measured(ranked: list[str], which: Pass, size: Size) -> list[str]:
+    ranks = RANKS["hopper"]
     measured = _nearest(size)._asdict()
     rates: dict[str, Rate] = {name: measured[name] for name in ranked if measured.get(name) is not None}
     known = sorted(rates, key=lambda name: -rates[name][which == "backward"])
     for name in (name for name in ranked if name not in rates):
         better = [i for i, other in enumerate(known) if _rank(other, ranks) < _rank(name, ranks)]
         known.insert(max(better, default=-1) + 1, name)
-    return tuple(known)
+    return known
 
 
 def _rank(name: str, ranks: tuple[str, ...]) -> int:

@@ -30,7 +30,7 @@ from .symmetric import Region
 
 T = TypeVar("T")
 
-OUTBOX = 64 << 20  # bytes of a rank's lanes together: what is larger goes through in pieces
+OUTBOX = 112 << 20  # bytes of a rank's lanes together: what is larger goes through in pieces
 
 
 class Introduction(NamedTuple):
