@@ -650,17 +650,17 @@ def _stamped(number: int, sender: int, receiver: int) -> torch.Tensor:
 
 
 def everybody_to_everybody(group: Any, numbers: int) -> int:
-    """All send to the next above first and receive from it first: on belts that lanes share, a circle of waits."""
+    """All name the next above first, to send to and to receive from, in one post as schedules make it.
+
+    Were one lane queued whole before the next, ranks would wait in a circle where lanes share a queue.
+    """
     transport, wrong = transport_for(group), 0
     rank, size = transport.rank, transport.size
     others = [(rank + hop) % size for hop in range(1, size)]
     room = {peer: torch.zeros(numbers, dtype=torch.uint8, device=DEVICE) for peer in others}
     with transport.converse({}, timeout=TIMEOUT) as talk:
-        under_way = [talk.post([], [(peer, buffer)], what=f"from {peer}") for peer, buffer in room.items()]
-        for peer in others:
-            under_way.append(talk.post([(peer, _stamped(numbers, rank, peer))], [], what=f"to {peer}"))
-        for pending in under_way:
-            pending.wait()
+        sends = [(peer, _stamped(numbers, rank, peer)) for peer in others]
+        talk.post(sends, list(room.items()), what="everything").wait()
         for peer, buffer in room.items():
             wrong += not buffer.equal(_stamped(numbers, peer, rank))
     return wrong

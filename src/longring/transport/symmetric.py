@@ -4,6 +4,11 @@ Every rank maps every other's outbox, and flags in the host's memory. A post giv
 is to do (lanes.py) and returns; nobody on the host waits for a message, and no multiprocessor does. What a caller
 computes with comes after it on its own stream.
 
+More lanes than the hardware has queues share them, and then a wait holds up what was queued behind it, of other lanes
+as well. Nobody waits in a circle nevertheless, because all ranks queue in one order: post by post as the itinerary has
+them, in a post piece by piece, and of each piece what is sent before what is received. So a step's sends belong into
+the post of its receives.
+
 A rank that is lost leaves streams that would wait for ever. So transfers are watched: by the caller where the call
 has a timeout, which then raises in that call; else by a vigil beside it, and what is raised then is raised by the
 group's next wait or call. Either way the streams are let go once there is a verdict, and what had not arrived by
