@@ -18,8 +18,8 @@ from longring.geometry.itinerary import exchange
 from longring.geometry.layouts import deal, from_ranges
 from longring.geometry.patterns import Dense, Dilated, Problem
 from longring.geometry.ranges import as_ranges
-from longring.geometry.task import Task, tiles_between, tiles_over_all_keys
-from longring.geometry.tiles import ONCE, Repeat, Tile, pairs_in_band, trim, without_bands
+from longring.geometry.task import Task, tiles_between, tiles_of, tiles_over_all_keys
+from longring.geometry.tiles import ONCE, Repeat, Tile, cut_tiles, pairs_in_band, trim, without_bands
 from strategies import tasks
 
 sides = st.integers(1, 12)
@@ -29,6 +29,28 @@ limits = st.none() | st.integers(-15, 15)
 @given(tasks())
 def test_tiles_cover_every_pair_as_often_as_it_counts(task):
     assert (covered_pairs(task) == expected_pairs(task)).all()
+
+
+@st.composite
+def two_pieces(draw, length):
+    """Mostly of neighbours, now and then with gaps."""
+    ends = sorted(draw(st.lists(st.integers(0, length), min_size=4, max_size=4)))
+    steps = draw(st.sampled_from([(1, 1), (1, 1), (1, 1), (2, 1), (3, 3)]))
+    pieces = (range(a, b, step) for a, b, step in zip(ends[::2], ends[1::2], steps, strict=True))
+    return tuple(piece for piece in pieces if piece) or (range(length),)
+
+
+@given(st.data())
+def test_segments_cut_as_a_run_make_the_tiles_of_segments_cut_one_by_one(data):
+    """Small segments of a long shard, so that runs are long; at any offset, since the first may join what is before."""
+    length, kv_heads, offset = (data.draw(st.integers(*span)) for span in ((40, 200), (1, 4), (-9, 9)))
+    branches = data.draw(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 4)), min_size=1, max_size=3))
+    pattern = Dilated(*zip(*branches, strict=True), causal=data.draw(st.booleans()))
+    mine, theirs = (data.draw(two_pieces(length)) for _ in range(2))
+    whole = deal("contiguous", length, 1)
+    task = Task(pattern, Problem(2, length, length, kv_heads, offset), whole, whole)
+    seen = tuple(range(r.start + offset, r.stop + offset, r.step) for r in mine)
+    assert tiles_of(task, mine, theirs) == cut_tiles(pattern.groups(task.problem, seen), seen, theirs)
 
 
 @given(tasks())

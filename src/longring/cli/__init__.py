@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from .. import __version__
 from ..errors import ArgumentError, LongringError
@@ -18,6 +17,7 @@ from .demo import demo
 from .doctor import doctor
 from .plan import plan
 from .profile import profile
+from .quick import QuickCommand, QuickGroup
 from .replay import replay
 
 ORDER = ("doctor", "plan", "bench", "profile", "replay", "conform", "demo")
@@ -26,7 +26,7 @@ ORDER = ("doctor", "plan", "bench", "profile", "replay", "conform", "demo")
 STOPPED, NOBODY_READS = 130, 141  # as a shell says of what ended by SIGINT and by SIGPIPE
 
 
-class _InOrder(TyperGroup):
+class _InOrder(QuickGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return sorted(super().list_commands(ctx), key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
 
@@ -34,7 +34,7 @@ class _InOrder(TyperGroup):
 # Plain help: what it would take to colour it is twice the time of showing it.
 app = typer.Typer(cls=_InOrder, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command()(doctor)
-app.command(short_help="Memory, traffic and time over many ranks, predicted.")(plan)
+app.command(cls=QuickCommand, short_help="Memory, traffic and time over many ranks, predicted.")(plan)
 app.add_typer(bench, name="bench")
 app.command()(profile)
 app.command()(replay)
@@ -87,13 +87,23 @@ def main() -> None:
 
 def _run(arguments: Sequence[str]) -> int:
     """Not by the app itself, which answers Ctrl-C and a closed pipe in its own way."""
-    command = typer.main.get_command(app)
+    command = typer.main.get_command(_with_what_is_named(arguments))
     try:
         with command.make_context("longring", list(arguments)) as context:
             command.invoke(context)
     except typer.Exit as done:
         return done.exit_code
     return 0
+
+
+def _with_what_is_named(arguments: Sequence[str]) -> typer.Typer:
+    """The app with the one command that comes first: making the others ready takes longer than some answers."""
+    named = [one for one in app.registered_commands if one.callback and [one.callback.__name__] == [*arguments[:1]]]
+    if not named:
+        return app
+    alone = typer.Typer(cls=_InOrder, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    alone.registered_callback, alone.registered_commands = app.registered_callback, named
+    return alone
 
 
 def _told(failure: Exception) -> tuple[str, int]:

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from typing import Generic, NamedTuple, TypeVar, overload
 
 from .layouts import Layout, Shard, size
-from .needs import rows_seen
+from .needs import count_seen, rows_seen
 from .parcels import Parcel, Share, needed
 from .ranges import shared, without
 from .routes import DoubleRing, Ring, Route, Star
@@ -382,10 +382,11 @@ def direction(task: Task, tie: int = +1) -> int:
 
 def _rows_of_some(task: Task, route: Route) -> int:
     """Rows that travel, of a few owners and steps evenly spaced, which speak for all."""
-    lane = Lane(0, task, task, route)
     owners = range(0, task.ranks, -(-task.ranks // OWNERS_TO_ASK))
     steps = range(1, task.ranks, -(-task.ranks // STEPS_TO_ASK))
-    return sum(share.vectors for owner in owners for step in steps for share in lane.carried(owner, step))
+    return sum(
+        count_seen(task, owner, tuple(route.hosts(owner, route.served(step)))) for owner in owners for step in steps
+    )
 
 
 # ------------------------------------------------------------------------------------------------- gather

@@ -45,6 +45,16 @@ def rows_seen(task: Task, owner: int, ranks: Iterable[range]) -> tuple[range, ..
     return united(found)
 
 
+def count_seen(task: Task, owner: int, ranks: Iterable[range]) -> int:
+    """How many rows that is."""
+    limits = task.pattern.only_limits
+    if limits is None or limits[0] is not None:
+        return sum(map(len, rows_seen(task, owner, ranks)))
+    horizon = _horizon(task, ranks)
+    pieces = (piece for piece in task.keys.shards[owner] if piece.start <= horizon)
+    return sum(min((horizon - piece.start) // piece.step + 1, len(piece)) for piece in pieces)
+
+
 def _horizon(task: Task, ranks: Iterable[range]) -> int:
     """The last key that some query of these ranks sees."""
     furthest = _furthest(task)

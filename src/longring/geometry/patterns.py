@@ -34,7 +34,10 @@ class Problem:
 
 
 class Group(NamedTuple):
-    """Positions that meet: for these batch rows and kv heads, wherever lo <= key - query <= hi."""
+    """Positions that meet: for these batch rows and kv heads, wherever lo <= key - query <= hi.
+
+    The same stands `times` times, each so far `apart` from the last, and each in one piece of queries and of keys.
+    """
 
     batch: range
     kv_heads: range
@@ -42,6 +45,8 @@ class Group(NamedTuple):
     keys: range
     lo: int | None
     hi: int | None
+    times: int = 1
+    apart: int = 0
 
 
 class Span(NamedTuple):
@@ -220,24 +225,30 @@ class Dilated:
         """Those with a query in `near`. With `far`, some that have no key there may be left out."""
         for number, (w, r) in enumerate(self.branches):
             by_phase = self._phases(problem.kv_heads, number)
-            for batch, segment, key_stop in self._segments(problem, near, far, w):
+            for batch, segment, key_stop, times in self._segments(problem, near, far, w):
                 for phase, heads in by_phase.items():
                     queries = range(segment.start + phase, segment.stop, r)
                     keys = range(segment.start + phase, min(segment.stop, key_stop), r)
                     if keys:
-                        yield Group(batch, heads, queries, keys, None, 0 if self.causal else None)
+                        yield Group(batch, heads, queries, keys, None, 0 if self.causal else None, times, w)
 
     def _phases(self, kv_heads: int, number: int) -> dict[int, range]:
         """For every phase in the branch of this number, the kv heads that have it."""
         return phases(kv_heads, self.dilation_rates[number], self.phase)
 
-    def _segments(self, problem: Problem, near: Shard, far: Shard | None, w: int) -> Iterator[tuple[range, range, int]]:
-        """(batch rows, segment, where its keys end). Without documents a query may stand behind the last key."""
+    def _segments(
+        self, problem: Problem, near: Shard, far: Shard | None, w: int
+    ) -> Iterator[tuple[range, range, int, int]]:
+        """(batch rows, segment, where its keys end, how many alike follow each other from it on).
+
+        Without documents a query may stand behind the last key.
+        """
         if self.documents is None:
             spans = _spans_near(near, w)
             # a rank has thousands of segments of its own, and shares few of them with each of a thousand others
-            for index in _in_order(spans if far is None else shared(spans, _spans_near(far, w))):
-                yield range(problem.batch), range(index * w, (index + 1) * w), problem.n_k
+            one_by_one = ((index, 1) for index in _in_order(spans))
+            for index, times in one_by_one if far is None else _alike(near, far, w):
+                yield range(problem.batch), range(index * w, (index + 1) * w), problem.n_k, times
             return
         for row, boundaries in enumerate(self.documents):
             batch = range(problem.batch) if len(self.documents) == 1 else range(row, row + 1)
@@ -245,7 +256,7 @@ class Dilated:
                 inside = tuple(range(r.start - document.start, r.stop - document.start, r.step) for r in near)
                 for index in _in_order(_spans_near(inside, w, len(document))):
                     start = document.start + index * w
-                    yield batch, range(start, min(start + w, document.stop)), document.stop
+                    yield batch, range(start, min(start + w, document.stop)), document.stop, 1
 
 
 Pattern = Dense | Dilated
@@ -330,6 +341,31 @@ def _spans_near(near: Shard, w: int, length: int | None = None) -> list[range]:
 
 def _in_order(spans: Iterable[range]) -> Iterator[int]:
     return (index for span in spans for index in span)
+
+
+APART = 3
+"""Segments that are told one by one before the rest of a run: the first may continue what was cut before it."""
+
+
+def _alike(near: Shard, far: Shard, w: int) -> Iterator[tuple[int, int]]:
+    """(index of a segment that both sides may have a part of, how many alike follow each other from it on)."""
+    runs = sorted(_whole_in_both(near, far, w), key=lambda run: run.start)
+    for span in shared(_spans_near(near, w), _spans_near(far, w)):
+        at = span.start
+        for run in runs:
+            if run.start in span and len(run) > APART + 1:
+                yield from ((index, 1) for index in range(at, run.start + APART))
+                yield run.start + APART, len(run) - APART
+                at = run.stop
+        yield from ((index, 1) for index in range(at, span.stop))
+
+
+def _whole_in_both(near: Shard, far: Shard, w: int) -> Iterator[range]:
+    """Indices of the segments that lie in one piece of either side, where rows follow each other as positions do."""
+    for a in near:
+        for b in far:
+            if a.step == b.step == 1:
+                yield range(-(-max(a.start, b.start, 0) // w), min(a.stop, b.stop) // w)
 
 
 def _span_of_documents(documents: Documents, first: int, last: int) -> Span:

@@ -54,8 +54,9 @@ class Run(NamedTuple):
     tiles: tuple[Tile, ...]
 
 
+@lru_cache(maxsize=1024)
 def tiles_between(task: Task, target: int, source: int) -> tuple[Tile, ...]:
-    """Tiles of the target's queries over the source's keys."""
+    """Tiles of the target's queries over the source's keys; several schedules of a task ask for the same ones."""
     return tiles_of(task, task.queries.shards[target], task.keys.shards[source])
 
 

@@ -187,8 +187,13 @@ def cut_tiles(groups: Iterable[Group], queries: Shard, keys: Shard) -> tuple[Til
     for group in groups:
         mine, theirs = held(queries, group.queries), held(keys, group.keys)
         if mine and theirs:
-            found += _group_tiles(group, mine, theirs)
+            tiles = _group_tiles(group, mine, theirs)
+            found += tiles if group.times == 1 else [_standing(tile, group) for tile in tiles]
     return coalesce(found)
+
+
+def _standing(tile: Tile, group: Group) -> Tile:
+    return replace(tile, repeat=Repeat(group.times, group.apart, group.apart))
 
 
 def _group_tiles(group: Group, mine: list[Held], theirs: list[Held]) -> list[Tile]:
@@ -282,7 +287,7 @@ def coalesce(tiles: Sequence[Tile]) -> tuple[Tile, ...]:
     for tile in tiles:
         alike = (tile.batch, tile.kv_heads, look(tile.rows), look(tile.cols), tile.lo, tile.hi)
         index = latest.get(alike)
-        grown = None if index is None or tile.repeat != ONCE else _repeated(found[index], tile)
+        grown = None if index is None else _repeated(found[index], tile)
         if grown is None or index is None:
             latest[alike] = len(found)
             found.append(tile)
@@ -292,15 +297,17 @@ def coalesce(tiles: Sequence[Tile]) -> tuple[Tile, ...]:
 
 
 def _repeated(earlier: Tile, tile: Tile) -> Tile | None:
-    """`earlier` standing once more, at `tile`, if the spacing fits and no row or column is in two of them."""
+    """`earlier` standing also where `tile` does, if the spacing fits and no row or column is in two of them."""
     count, down, right = earlier.repeat
     rows, cols = tile.rows.start - earlier.rows.start, tile.cols.start - earlier.cols.start
+    if tile.repeat != ONCE and tile.repeat[1:] != (down, right):
+        return None
     if count == 1:
         apart = rows >= earlier.rows[-1] + 1 - earlier.rows[0] and cols >= earlier.cols[-1] + 1 - earlier.cols[0]
         return replace(earlier, repeat=Repeat(2, rows, cols)) if apart else None
     if (rows, cols) != (count * down, count * right):
         return None
-    return replace(earlier, repeat=Repeat(count + 1, down, right))
+    return replace(earlier, repeat=Repeat(count + tile.repeat.count, down, right))
 
 
 @lru_cache(maxsize=4096)
