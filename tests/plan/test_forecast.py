@@ -355,9 +355,7 @@ def test_the_longest_fits_and_a_block_more_does_not(schedule):
     assert found.bytes_at <= question.memory_bytes < found.bytes_beyond
 
 
-@pytest.mark.parametrize(
-    "pattern", [Dense(window=(0, 0)), Dense(window=(63, 0)), Dilated([64], [2]), Dilated([16], [16])]
-)
+@pytest.mark.parametrize("pattern", [Dense(window=(0, 0)), Dense(window=(63, 0))])
 def test_many_small_tiles_are_not_counted_for_minutes(pattern):
     question = asked(pattern=pattern, tokens=1 << 10)
     found = longest(question, "exchange", "contiguous")
@@ -366,6 +364,26 @@ def test_many_small_tiles_are_not_counted_for_minutes(pattern):
     assert (
         found.bytes_at == forecast.memory(replace(question, tokens=found.tokens), "exchange", "contiguous").peak_bytes
     )
+
+
+@pytest.mark.parametrize("pattern", [Dilated([64], [2]), Dilated([16], [16])])
+def test_segments_that_repeat_are_one_tile_to_count_however_many_they_are(pattern):
+    found = longest(asked(pattern=pattern), "exchange", "contiguous")
+    assert not found.is_at_least
+    assert found.tokens >= 1 << 27
+
+
+@pytest.mark.parametrize("layers", [1, 32])
+@pytest.mark.parametrize("pattern", [Dense(), Dense(window=(999, 0)), Dilated([2048, 8192, 1 << 20], [1, 4, 512])])
+def test_how_long_one_can_go_does_not_depend_on_how_long_one_asked_to_go(pattern, layers):
+    question = asked(pattern=pattern, layers=layers)
+    layout = forecast.choose_layout(pattern, 1 << 16)[0]
+    lengths = (replace(question, tokens=tokens) for tokens in (1000, 1 << 16, 3_000_001))
+    found = {longest(one, "exchange", layout) for one in lengths}
+    assert len(found) == 1
+    taken = found.pop()
+    assert taken.granule == 8 * (8192 if isinstance(pattern, Dilated) else 128)
+    assert taken.granule <= taken.tokens / 50
 
 
 @pytest.mark.parametrize("schedule", ["ring", "exchange", "ulysses", "gather"])

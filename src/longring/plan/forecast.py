@@ -42,6 +42,8 @@ LONG = 1 << 20  # tokens of one rank, beyond which periods of LongNet's segments
 RANKS_NAMED = 512  # and so do as many messages to everybody
 AS_FAST, AS_THRIFTY = 1.02, 1.1  # by less nobody is faster, or holds less
 A_BLOCK = 128  # tokens: answers to "how long" are whole blocks of them on every rank
+MANY_BLOCKS = 50
+LAYERS_AT_WORK = 4  # layers that would keep as much as the one at work holds, at a guess
 
 
 # ----------------------------------------------------------------------------------------------- the question
@@ -404,10 +406,17 @@ def seconds_alone(question: Question) -> float:
 
 def memory(question: Question, schedule: str, layout: str) -> Memory:
     """Of the fullest of the ranks that are asked: of all of them, where they are few."""
+    return _fullest(question, schedule, layout)[1]
+
+
+def _fullest(question: Question, schedule: str, layout: str) -> tuple[int, Memory]:
+    """(rank, what it holds)."""
     ranks = range(question.ranks) if question.ranks <= FEW_RANKS else [_asked(question, layout)]
-    return max((_memory_of(question, schedule, layout, rank) for rank in ranks), key=lambda one: one.peak_bytes)
+    every = [(rank, _memory_of(question, schedule, layout, rank)) for rank in ranks]
+    return max(every, key=lambda pair: pair[1].peak_bytes)
 
 
+@lru_cache(maxsize=256)
 def _memory_of(question: Question, schedule: str, layout: str, rank: int) -> Memory:
     """By the fullest moments of a rank."""
     task = question.task(layout)
@@ -522,11 +531,19 @@ class Longest:
 
 
 def longest(question: Question, schedule: str, layout: str) -> Longest:
-    """In blocks of tokens on every rank; of LongNet's in whole segments, since cut ones are many tiles to count."""
+    """In blocks of tokens on every rank, whatever the question's own length: of LongNet's in whole segments.
+
+    Segments that ranks share make them hold more, and nobody deals a long sequence across them on purpose. They are
+    the largest of which a rank holds many, so that the answer is no coarser than a fiftieth.
+    """
     segments = [w for w, _ in question.pattern.branches] if isinstance(question.pattern, Dilated) else []
-    block = max((w for w in segments if A_BLOCK <= w <= question.local_tokens), default=A_BLOCK)
-    found = _longest(question, schedule, layout, block)
-    return found if found.tokens or block == A_BLOCK else _longest(question, schedule, layout, A_BLOCK)
+    for block in sorted({w for w in segments if w > A_BLOCK}, reverse=True):
+        if _likely_tokens(question) < MANY_BLOCKS * block:
+            continue
+        found = _longest(question, schedule, layout, block)
+        if found.tokens >= MANY_BLOCKS * found.granule:
+            return found
+    return _longest(question, schedule, layout, A_BLOCK)
 
 
 def _longest(question: Question, schedule: str, layout: str, block: int) -> Longest:
@@ -535,17 +552,23 @@ def _longest(question: Question, schedule: str, layout: str, block: int) -> Long
     def needs(granules: int) -> int:
         return memory(replace(question, tokens=granules * granule), schedule, layout).peak_bytes
 
-    most = max(1, _countable_tokens(question) // granule)
-    guess = min(most, max(1, question.tokens // granule))
+    most = max(1, _countable_tokens(question, schedule) // granule)
+    guess = min(most, max(1, _likely_tokens(question) // block))
     count, at, beyond = last_that_fits(needs, question.memory_bytes, first_guess=guess, most=most)
     return Longest(schedule, layout, count * granule, granule, at, beyond, is_at_least=count == most)
 
 
-def _countable_tokens(question: Question) -> int:
-    """So many at most, that a rank's tiles are counted in moments."""
+def _likely_tokens(question: Question) -> int:
+    """About as many as a rank can hold, if its layer at work takes a few times what the others keep."""
+    one = replace(question, tokens=1, ranks=1, nodes=1)
+    return question.memory_bytes // (one.saved_bytes * (question.layers + LAYERS_AT_WORK))
+
+
+def _countable_tokens(question: Question, schedule: str) -> int:
+    """So many at most, that a rank's tiles are counted in moments; segments that repeat are counted as one."""
     pattern = question.pattern
     if isinstance(pattern, Dilated):
-        smallest = min(w for w, _ in pattern.branches)
+        smallest = MOST_TOKENS if is_counted_quickly(question, schedule) else min(w for w, _ in pattern.branches)
     else:
         lo, hi = pattern.only_limits or (None, None)
         smallest = MOST_TOKENS if lo is None else 1 - lo + max(0, hi or 0)
