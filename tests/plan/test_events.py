@@ -15,8 +15,9 @@ from longring.geometry.layouts import deal
 from longring.geometry.patterns import Dense, Dilated, Problem
 from longring.geometry.plans import PLANS
 from longring.geometry.task import Task
+from longring.plan import event_lists
 from longring.plan.event_pace import Pace
-from longring.plan.events import play
+from longring.plan.events import Played, play
 from longring.plan.hardware import Hardware, Link, hardware
 from longring.plan.links import Lines, Slow
 from longring.plan.traffic import backward_bytes
@@ -69,19 +70,39 @@ def worlds(draw: st.DrawFn):
     return task, nodes, draw(machines()), draw(st.just(Slow()) | stragglers(task.ranks))
 
 
+def played_by(arithmetic: str, *args, **kwargs) -> Played:
+    """With the arithmetic that so few ranks would not be given, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(event_lists, "MANY_RANKS", {"lists": 10**6, "arrays": 0}[arithmetic])
+        return play(*args, **kwargs)
+
+
+@pytest.mark.parametrize("arithmetic", ["lists", "arrays"])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("schedule", list(PLANS))
 @given(worlds())
-@settings(max_examples=20)
-def test_every_rank_is_done_when_the_obvious_simulator_says(schedule, phase, world):
+@settings(max_examples=15)
+def test_every_rank_is_done_when_the_obvious_simulator_says(schedule, phase, arithmetic, world):
     task, node_ranks, hardware, slow = world
-    played = play(
-        task, schedule, hardware=hardware, head_dim=8, itemsize=2, node_ranks=node_ranks, phase=phase, slow=slow
-    )
+    one = {"hardware": hardware, "head_dim": 8, "itemsize": 2, "node_ranks": node_ranks, "phase": phase, "slow": slow}
+    played = played_by(arithmetic, task, schedule, **one)
     lines = Lines(hardware, task.ranks, node_ranks, slow)
     ends, computing = simulate(Pace(hardware, task, phase, 8, 2), lines, schedule)
     assert list(played.ends) == ends
     assert list(played.computing) == computing
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("schedule", list(PLANS))
+@given(worlds())
+@settings(max_examples=8)
+def test_lists_and_arrays_tell_the_same_of_everything(schedule, phase, world):
+    task, node_ranks, hardware, slow = world
+    one = {"hardware": hardware, "head_dim": 8, "itemsize": 2, "node_ranks": node_ranks, "phase": phase, "slow": slow}
+    lists, arrays = (played_by(arithmetic, task, schedule, **one) for arithmetic in ("lists", "arrays"))
+    assert replace(lists, moving=0.0, utilisation=None) == replace(arrays, moving=0.0, utilisation=None)
+    assert all(type(x) is float for x in (*arrays.ends, *arrays.computing, *arrays.per_step[0], arrays.seconds))
+    assert (lists.moving, *lists.utilisation) == pytest.approx((arrays.moving, *arrays.utilisation))
 
 
 # --------------------------------------------------------------------------------------------- by hand
@@ -157,8 +178,9 @@ def test_spans_tell_the_same_time():
     assert sent == backward_bytes(task, "ring", 1, head_dim=8, itemsize=2)
 
 
-def test_dozens_of_ranks_are_done_when_the_obvious_simulator_says():
-    """Where steps are skipped in bulk, and ranks are told by what changes."""
+@pytest.mark.parametrize("arithmetic", ["lists", "arrays"])
+def test_dozens_of_ranks_are_done_when_the_obvious_simulator_says(arithmetic):
+    """Where ranks are told by what changes."""
     for pattern, layout, schedule in (
         (Dense(), "zigzag", "ring"),
         (Dilated([64, 256, 4096], [1, 4, 16]), "contiguous", "exchange"),
@@ -166,14 +188,15 @@ def test_dozens_of_ranks_are_done_when_the_obvious_simulator_says():
         task = task_of(pattern, 4096, layout, 32)
         for flops in (1e7, 1e10):
             hardware = machine(flops=flops)
-            played = play(task, schedule, hardware=hardware, head_dim=8, itemsize=2, node_ranks=8, phase="backward")
+            one = {"hardware": hardware, "head_dim": 8, "itemsize": 2, "node_ranks": 8, "phase": "backward"}
+            played = played_by(arithmetic, task, schedule, **one)
             lines = Lines(hardware, 32, 8)
             assert list(played.ends) == simulate(Pace(hardware, task, "backward", 8, 2), lines, schedule)[0]
 
 
 @pytest.mark.parametrize(("phase", "inside"), [("forward", 1.7e5), ("backward", 3.4e5)])
 def test_a_rank_that_falls_behind_a_little_at_every_step_is_noticed_in_time(phase, inside):
-    """Nobody waits at first, so that clocks are not looked at, until messages no longer hide what it lacks."""
+    """Nobody waits at first, until messages no longer hide what it lacks."""
     task = task_of(Dense(causal=False), 1024, "contiguous", 16)
     hardware, slow = machine(flops=4e7, inside=inside, latency=1e-5), Slow(ranks={3: 1.03, 9: 1.05})
     played = play(task, "ring", hardware=hardware, head_dim=8, itemsize=2, phase=phase, slow=slow)

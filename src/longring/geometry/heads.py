@@ -262,7 +262,7 @@ class ByHeads:
         shard = self.task.queries.shards[sender]
         for number, desk in enumerate(self.desks_of(receiver % self.inner)):
             common = tuple(overlaps(shard, desk.queries))
-            for share in self._asking(desk):
+            for share in self.asking(desk):
                 for heads in _query_heads(desk, share.kv_heads):
                     for rows, at in _cut(common, share.rows):
                         yield Piece(number, share.batch, heads, rows, at)
@@ -270,18 +270,18 @@ class ByHeads:
     def _key_pieces(self, sender: int, receiver: int) -> Iterator[Piece]:
         shard, together = self.task.keys.shards[sender], self.nodes[1].shards[self.node]
         common = tuple(overlaps(shard, together))
-        for share in self._keys_wanted(receiver % self.inner):
+        for share in self.keys_wanted(receiver % self.inner):
             for rows, at in _cut(common, share.rows):
                 yield Piece(0, share.batch, share.kv_heads, rows, at)
 
-    def _asking(self, desk: Desk) -> tuple[Share, ...]:
+    def asking(self, desk: Desk) -> tuple[Share, ...]:
         """Rows of the desk that take part; where keys come from several nodes, all."""
         if self._one_node:
             return asking(_tiles_at(self._far_task, desk, self.nodes[1].shards[0]))
         rows = size(desk.queries)
         return (Share(range(self.task.problem.batch), range(len(desk.kv_heads)), (range(rows),)),)
 
-    def _keys_wanted(self, place: int) -> Iterator[Share]:
+    def keys_wanted(self, place: int) -> Iterator[Share]:
         """Rows of the node's keys, by global kv heads."""
         if not self._one_node:
             rows = (range(self.key_rows),) if self.key_rows else ()

@@ -7,13 +7,12 @@ send; and what is told by owner stays while its rows go round.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
-from .links import NEVER, Lines
+from .event_lists import Arithmetic, Row
+from .links import NEVER
 
-T = TypeVar("T")
 Changes = list[list[tuple[int, float]]]  # for every index, (step, the value from then on)
 
 
@@ -38,14 +37,14 @@ class Move:
         group, place = divmod(rank, self.size)
         return (group + self.across) * self.size % self.ranks + (place + self.within) % self.size
 
-    def moved(self, row: list[T]) -> list[T]:
+    def moved(self, row: Row) -> Row:
         """What index i has is then at its target."""
         row = _turned(row, self.across * self.size)
         if self.within % self.size == 0:
             return row
         if self.size == self.ranks:
             return _turned(row, self.within)
-        found = row[:]
+        found = row.copy()
         for place in range(self.size):
             found[(place + self.within) % self.size :: self.size] = row[place :: self.size]
         return found
@@ -69,18 +68,23 @@ class Move:
         return [rank for rank in range(self.ranks) if rank // node_ranks != self.target(rank) // node_ranks]
 
 
-def _turned(row: list[T], places: int) -> list[T]:
-    cut = -places % len(row)
-    return row[cut:] + row[:cut] if cut else row
+def _turned(row: Row, places: int) -> Row:
+    count = len(row)
+    cut = -places % count
+    if not cut:
+        return row
+    found = row.copy()
+    found[: count - cut], found[count - cut :] = row[cut:], row[:cut]
+    return found
 
 
 class Strip:
     """The values of one step, taken on to the next by what changes."""
 
-    def __init__(self, changes: Changes) -> None:
-        self.values: list[float] = [0.0] * len(changes)
+    def __init__(self, changes: Changes, rows: Arithmetic) -> None:
+        self.values: Row = rows.full(0.0, len(changes))
         self._changes: dict[int, list[tuple[int, float]]] = {}
-        self.total: list[float] = [0.0] * len(changes)  # over the steps that were taken
+        self._total: list[float] = [0.0] * len(changes)  # over the steps that were taken
         self._since: list[int] = [0] * len(changes)
         self.step = 0
         self.counts: Counter[float] = Counter({0.0: len(changes)})
@@ -93,8 +97,8 @@ class Strip:
         changes = self._changes.get(step, [])
         values, counts = self.values, self.counts
         for index, value in changes:
-            before = values[index]
-            self.total[index] += before * (step - self._since[index])
+            before = float(values[index])
+            self._total[index] += before * (step - self._since[index])
             self._since[index] = step
             counts[before] -= 1
             if not counts[before]:
@@ -112,31 +116,28 @@ class Strip:
     def largest(self) -> float:
         return max(self.counts)
 
-    def summed(self, index: int) -> float:
-        """What the index had at all steps before this one, together."""
-        return self.total[index] + self.values[index] * (self.step - self._since[index])
-
     def sums(self) -> list[float]:
+        """What every index had at all steps before this one, together."""
         step = self.step
         return [
-            total + value * (step - since)
-            for total, value, since in zip(self.total, self.values, self._since, strict=True)
+            total + float(value) * (step - since)
+            for total, value, since in zip(self._total, self.values, self._since, strict=True)
         ]
 
 
 class Freight:
     """Bytes that somebody sends at every step, by an index that goes with them, and how long lines carry them."""
 
-    def __init__(self, changes: Changes, lines: Lines) -> None:
-        self.bytes = Strip(changes)
-        self._lines = lines
-        self.inside: list[float] = [NEVER] * len(changes)
-        self.outside: list[float] = [NEVER] * len(changes)
+    def __init__(self, changes: Changes, rows: Arithmetic) -> None:
+        self._strip = Strip(changes, rows)
+        self._lines = rows.lines
+        self.inside: Row = rows.full(NEVER, len(changes))
+        self.outside: Row = rows.full(NEVER, len(changes))
         self._seconds: dict[float, tuple[float, float]] = {0.0: (NEVER, NEVER)}
 
     def go_to(self, step: int) -> None:
         inside, outside = self.inside, self.outside
-        for index, nbytes in self.bytes.go_to(step):
+        for index, nbytes in self._strip.go_to(step):
             inside[index], outside[index] = self._carried(nbytes)
 
     def _carried(self, nbytes: float) -> tuple[float, float]:
@@ -146,28 +147,52 @@ class Freight:
         return self._seconds[nbytes]
 
     @property
+    def nbytes(self) -> Row:
+        return self._strip.values
+
+    @property
     def are_all_sent(self) -> bool:
-        return 0.0 not in self.bytes.counts
+        return 0.0 not in self._strip.counts
 
     @property
     def is_nothing(self) -> bool:
-        return self.bytes.is_nothing
-
-    @property
-    def longest(self) -> float:
-        """Seconds that the slower kind of line carries the largest of them."""
-        return max(0.0, *self._carried(self.bytes.largest))
+        return self._strip.is_nothing
 
     @property
     def seconds(self) -> tuple[float, float, int]:
         """Of all of them on lines inside nodes, outside of them, and how many they are."""
         near = far = 0.0
         messages = 0
-        for nbytes, count in self.bytes.counts.items():
+        for nbytes, count in self._strip.counts.items():
             if nbytes:
                 one_near, one_far = self._carried(nbytes)
                 near, far, messages = near + count * one_near, far + count * one_far, messages + count
         return near, far, messages
+
+
+class FreshFreight:
+    """The same, where so much changes that it is told anew for every step."""
+
+    are_all_sent = False  # which nobody has looked up, and which only saves time
+
+    def __init__(self, nbytes_at: Callable[[int], Row], rows: Arithmetic) -> None:
+        self._nbytes_at, self._rows = nbytes_at, rows
+
+    def go_to(self, step: int) -> None:
+        self.nbytes: Row = self._nbytes_at(step)
+        self.inside, self.outside = self._rows.on_lines(self.nbytes)
+
+    @property
+    def is_nothing(self) -> bool:
+        return not self._rows.largest(self.nbytes)
+
+    @property
+    def seconds(self) -> tuple[float, float, int]:
+        rows = self._rows
+        return rows.total(self.inside), rows.total(self.outside), rows.many(self.nbytes)
+
+
+AnyFreight = Freight | FreshFreight
 
 
 def from_first(values: Sequence[float] | Iterable[float], step: int = 0) -> Changes:

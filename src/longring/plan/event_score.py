@@ -6,7 +6,7 @@ alike to a rank, and from which steps on the rows that an owner sends on are few
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -20,9 +20,11 @@ from ..geometry.parcels import Share, needed
 from ..geometry.patterns import Dilated
 from ..geometry.routes import DoubleRing, Ring, Route, Star
 from ..geometry.task import Task, runs_over_sources, tiles_between
-from .event_clock import Message, slowed
+from .event_clock import slowed
+from .event_lists import Arithmetic, Messages, Row
 from .event_pace import Pace, Tiles
-from .event_rows import Changes, Freight, Move, Strip
+from .event_rounds import Rounds, rounds
+from .event_rows import AnyFreight, Changes, Freight, FreshFreight, Move, Strip
 from .links import Lines
 
 
@@ -37,21 +39,21 @@ class LaneScore:
     """What goes along one lane, by the steps at which it is due. Seats are ranks in order of (member, place)."""
 
     def __init__(
-        self, lanes: Sequence[Lane], pace: Pace, lines: Lines, wanted: Callable[[], Changes] | None = None
+        self, lanes: Sequence[Lane], pace: Pace, rows: Arithmetic, wanted: Callable[[], Changes] | None = None
     ) -> None:
         """One lane over all ranks, or those of all places of the rings between nodes.
 
         wanted: of an exchange, the vectors that it brings to every rank.
         """
         self.route: Route = lanes[0].route
-        self._lanes, self._pace, self._lines = lanes, pace, lines
+        self._lanes, self._pace, self._arithmetic = lanes, pace, rows
         self._wanted = wanted or list
         self.places = len(lanes)
 
     # ---- where
 
     def _move(self, across: int, within: int = 0) -> Move:
-        ranks = self._lines.ranks
+        ranks = self._arithmetic.lines.ranks
         if isinstance(self.route, DoubleRing):
             return Move(ranks, self.route.inner, across, within)
         return Move.by(ranks, across * self.places)
@@ -83,63 +85,63 @@ class LaneScore:
 
     # ---- how much
 
-    def rows(self, due: int) -> Freight:
+    def rows(self, due: int) -> AnyFreight:
         """Keys and values that are due at this step."""
-        is_far = isinstance(self.route, DoubleRing) and due % self.route.inner == 0
-        freight = self._far_rows if is_far else self._near_rows
+        freight = self._rows_due
         freight.go_to(due)
         return freight
 
     @cached_property
-    def _near_rows(self) -> Freight:
-        if not isinstance(self.route, DoubleRing):
-            return Freight(self._as_bytes(self._rows, "rows"), self._lines)
-        inner = self.route.inner
-        return self._step_by_step([step for step in range(1, self.route.steps) if step % inner])
+    def _rows_due(self) -> AnyFreight:
+        if isinstance(self.route, DoubleRing):
+            return self._fresh(self._round.rows, "rows")
+        return Freight(self._as_bytes(self._rows, "rows"), self._arithmetic)
 
     @cached_property
-    def _far_rows(self) -> Freight:
-        assert isinstance(self.route, DoubleRing)
-        return self._step_by_step(range(self.route.inner, self.route.steps, self.route.inner))
+    def _round(self) -> Rounds:
+        return rounds(self._lanes[0], self._arithmetic)
 
-    def _step_by_step(self, steps: Sequence[int]) -> Freight:
+    def _fresh(self, vectors: Callable[[int], Row], kind: str) -> FreshFreight:
         """Round a ring of rings rows become fewer and more again."""
-        lane, owners = self._lanes[0], range(self.route.steps)
-        changes = [list(_changing((s, _vectors(lane.carried(owner, s))) for s in steps)) for owner in owners]
-        return Freight(self._as_bytes(changes, "rows"), self._lines)
+        rows, size = self._arithmetic, self._pace.bytes_of(kind, 1)
+        return FreshFreight(lambda step: rows.weighed([(size, vectors(step))], rows.lines.ranks), rows)
 
     @cached_property
-    def _following(self) -> Freight:
-        return Freight(self._as_bytes([some for some, _ in self._gradients], "gradients"), self._lines)
+    def _following(self) -> AnyFreight:
+        if isinstance(self.route, DoubleRing):
+            return self._fresh(self._round.following, "gradients")
+        return Freight(self._as_bytes([some for some, _ in self._gradients], "gradients"), self._arithmetic)
 
-    @property
-    def arrives_next(self) -> bool:
-        """Whether all rows are due at the step after the one in which they leave."""
-        return not isinstance(self.route, DoubleRing)
-
-    def meeting(self, step: int) -> Move | None:
-        """Between whom messages go around this step, if it is always the same."""
-        return self.to_next(step) if isinstance(self.route, Ring) else None
-
-    def gradients_leaving(self, step: int) -> tuple[Move, Freight, Move]:
-        """(to whom, what, from whose index to who sends it) of the gradients that go on, or straight home."""
+    def gradients_leaving(self, step: int) -> Iterator[tuple[Move, AnyFreight, Move]]:
+        """(to whom, what, from whose index to who sends it) of the gradients that all send on, or straight home."""
         route = self.route
         if isinstance(route, Star):
             self._straight_home.go_to(step)
-            return self.to_next(step).back, self._straight_home, self.hosts(0)
+            yield self.to_next(step).back, self._straight_home, self.hosts(0)
+            return
         self._following.go_to(step)
         assert isinstance(route, Ring | DoubleRing)
-        onward = self._move(0, route.direction) if isinstance(route, DoubleRing) else self._move(route.direction)
-        return onward, self._following, self.hosts(step)
-
-    def going_home(self, step: int) -> list[Message]:
-        """Gradients that are complete, beside those."""
-        return [] if isinstance(self.route, Star) else self._returning.get(step, [])
+        if isinstance(route, Ring):
+            yield self._move(route.direction), self._following, self.hosts(step)
+            return
+        yield self._move(0, route.direction), self._following, self.hosts(step)
+        self._from_round.go_to(step)
+        yield self.hosts(step).back, self._from_round, self.hosts(step)
 
     @cached_property
-    def _returning(self) -> dict[int, list[Message]]:
-        """Gradients on their way home, by step, where only some owners' are complete."""
-        found: dict[int, list[Message]] = {}
+    def _from_round(self) -> AnyFreight:
+        """Of a ring of rings: what is complete behind a step of a round."""
+        return self._fresh(self._round.returning, "gradients")
+
+    def going_home(self, step: int) -> Messages | None:
+        """Gradients that are complete, beside those, where only some owners' are."""
+        found = self._returning.get(step) if isinstance(self.route, Ring) else None
+        return None if found is None else self._arithmetic.messages(found)
+
+    @cached_property
+    def _returning(self) -> dict[int, list[tuple[int, int, int]]]:
+        """(sender, receiver, bytes) by step."""
+        found: dict[int, list[tuple[int, int, int]]] = {}
         for number, (_, home) in enumerate(self._gradients):
             for step, vectors in home:
                 message = self.hosts(step).target(number), number, self._pace.bytes_of("gradients", vectors)
@@ -148,7 +150,7 @@ class LaneScore:
 
     @cached_property
     def _straight_home(self) -> Freight:
-        return Freight(self._as_bytes(self._rows, "gradients"), self._lines)
+        return Freight(self._as_bytes(self._rows, "gradients"), self._arithmetic)
 
     def _as_bytes(self, changes: Sequence[Sequence[tuple[int, float]]], kind: str) -> Changes:
         size = self._pace.bytes_of(kind, 1)
@@ -164,9 +166,6 @@ class LaneScore:
     @cached_property
     def _gradients(self) -> list[tuple[list[tuple[int, float]], list[tuple[int, int]]]]:
         """(vectors that follow, vectors that go home), each by step, of every owner."""
-        owners = range(self.route.steps)
-        if isinstance(self.route, DoubleRing):
-            return [_gradients_step_by_step(self._lanes[0], owner) for owner in owners]
         met = self._by_owner(_rows_met)
         return [
             _gradients_of(self._lanes[seat % self.places], seat // self.places, fewer, more)
@@ -193,8 +192,8 @@ def _rows_of(lane: Lane, owner: int, guess: Sequence[int]) -> list[tuple[int, fl
     return list(_steps_of(lambda step: _vectors(lane.carried(owner, step)), range(1, lane.route.steps), guess))
 
 
-def _changing(values: Iterator[tuple[int, int]]) -> Iterator[tuple[int, float]]:
-    last: int | None = None
+def _changing(values: Iterable[tuple[int, float]]) -> Iterator[tuple[int, float]]:
+    last: float | None = None
     for step, value in values:
         if value != last:
             yield step, value
@@ -249,13 +248,6 @@ def _gradients_of(
     return list(follow), [(step, vectors) for step, vectors in home if vectors]
 
 
-def _gradients_step_by_step(lane: Lane, owner: int) -> tuple[list[tuple[int, float]], list[tuple[int, int]]]:
-    steps = range(1, lane.route.steps)
-    follow = _changing((step, _vectors(lane.onward(owner, step))) for step in steps)
-    home = ((step, _vectors(lane.homeward(owner, step))) for step in steps)
-    return list(follow), [(step, vectors) for step, vectors in home if vectors]
-
-
 # -------------------------------------------------------------------------------------------- which work
 
 
@@ -263,7 +255,7 @@ def _gradients_step_by_step(lane: Lane, owner: int) -> tuple[list[tuple[int, flo
 class Score:
     """All ranks along one kind of itinerary."""
 
-    lines: Lines
+    rows: Arithmetic
     pace: Pace
     steps: int
     lanes: tuple[LaneScore, ...]
@@ -276,8 +268,8 @@ class Score:
     @cached_property
     def work(self) -> Strip:
         """Seconds that ranks compute with their guests."""
-        changes = [self._of_rank(rank) for rank in range(self.lines.ranks)]
-        return Strip(changes)
+        changes = [self._of_rank(rank) for rank in range(self.rows.lines.ranks)]
+        return Strip(changes, self.rows)
 
     def _of_rank(self, rank: int) -> list[tuple[int, float]]:
         events: dict[int, float] = {}
@@ -296,15 +288,16 @@ class Score:
         yield from _by_steps(route, member, runs)
 
     def _slowed(self, rank: int, seconds: float) -> float:
-        return slowed_at(self.lines, rank, seconds)
+        return slowed_at(self.rows.lines, rank, seconds)
 
-    def home(self, which: str) -> list[float]:
+    def home(self, which: str) -> Row:
         """Seconds that ranks compute with their own rows: all of them, or the "early" or "late" ones."""
         known: dict[object, float] = {}
-        for rank in range(self.lines.ranks):
+        for rank in range(self.rows.lines.ranks):
             if self._own_look(rank) not in known:
                 known[self._own_look(rank)] = self._at_home(rank, which)
-        return [self._slowed(rank, known[self._own_look(rank)]) for rank in range(self.lines.ranks)]
+        ranks = range(self.rows.lines.ranks)
+        return self.rows.of([self._slowed(rank, known[self._own_look(rank)]) for rank in ranks])
 
     def _at_home(self, rank: int, which: str) -> float:
         itinerary = self._at(rank)
@@ -323,15 +316,7 @@ def slowed_at(lines: Lines, rank: int, seconds: float) -> float:
 def _by_steps(route: Route, member: int, runs: Sequence[tuple[range, float]]) -> Iterator[tuple[int, float]]:
     """(step, value from then on), from values of runs of sources."""
     if isinstance(route, DoubleRing):
-        by_source: list[float] = []
-        for sources, value in runs:
-            by_source += [value] * len(sources)
-        last: float | None = None
-        for step in range(1, route.steps):
-            value = by_source[route.guest(member, step)]
-            if value != last:
-                yield step, value
-            last = value
+        yield from _by_rounds(route, member, runs)
         return
     ranks = route.steps
     way = route.direction if isinstance(route, Ring) else +1
@@ -344,11 +329,36 @@ def _by_steps(route: Route, member: int, runs: Sequence[tuple[range, float]]) ->
             if part:
                 first = min((way * (member - end)) % ranks for end in (part[0], part[-1]))
                 found.append((first, value))
-    last = None
-    for step, value in sorted(found):
-        if value != last:
-            yield step, value
-        last = value
+    yield from _changing(sorted(found))
+
+
+def _by_rounds(route: DoubleRing, member: int, runs: Sequence[tuple[range, float]]) -> Iterator[tuple[int, float]]:
+    """Whole nodes of a run are met in turn, round after round; of the nodes at its ends rank after rank."""
+    inner, nodes = route.inner, route.nodes
+    found: list[tuple[int, float]] = []
+    for sources, value in runs:
+        first, stop = -(-sources.start // inner), sources.stop // inner
+        ends = (
+            range(sources.start, min(sources.stop, first * inner)),
+            range(max(sources.start, stop * inner), sources.stop),
+        )
+        for source in {source for end in ends for source in end}:
+            found.append((_step_of(route, member, source), value))
+        mine = member // inner
+        for part in (range(first, min(stop, mine)), range(max(first, mine + 1), stop)):
+            if part:
+                rounds = (route.direction * (mine - node) % nodes for node in (part[0], part[-1]))
+                found.append((min(rounds) * inner, value))
+        if first <= mine < stop:
+            found += [(_step_of(route, member, mine * inner + place), value) for place in range(inner)]
+    yield from _changing((step, value) for step, value in sorted(found) if step)
+
+
+def _step_of(route: DoubleRing, member: int, source: int) -> int:
+    """At which the source is the member's guest."""
+    inner, way = route.inner, route.direction
+    (node, place), (their_node, their_place) = divmod(member, inner), divmod(source, inner)
+    return way * (node - their_node) % route.nodes * inner + way * (place - their_place) % inner
 
 
 # ------------------------------------------------------------------------------------ which sources are alike
@@ -502,32 +512,32 @@ def _are_in_order(layout: Layout) -> bool:
 # ------------------------------------------------------------------------------------------- by schedule
 
 
-def relay_score(schedule: str, pace: Pace, lines: Lines) -> Score:
+def relay_score(schedule: str, pace: Pace, rows: Arithmetic) -> Score:
     """Of ring, bidirectional, double_ring or exchange."""
     task = pace.task
     itineraries: dict[str, Callable[[int], Itinerary]] = {
         "ring": lambda rank: ring(task, rank),
         "bidirectional": lambda rank: bidirectional(task, rank),
-        "double_ring": lambda rank: double_ring(task, rank, lines.node_ranks),
+        "double_ring": lambda rank: double_ring(task, rank, rows.lines.node_ranks),
         "exchange": lambda rank: exchange(task, rank),
     }
     at = itineraries[schedule]
     lanes = at(0).lanes
     sources = [Sources(lane.task) for lane in lanes]
-    scores = tuple(LaneScore([lane], pace, lines, some.wanted) for lane, some in zip(lanes, sources, strict=True))
+    scores = tuple(LaneScore([lane], pace, rows, some.wanted) for lane, some in zip(lanes, sources, strict=True))
     runs = tuple(some.desks for some in sources)
     own = sources[0] if len(sources) == 1 else Sources(task)
-    return Score(lines, pace, task.ranks, scores, at, runs, lambda rank: (task.share,), own.own_look)
+    return Score(rows, pace, task.ranks, scores, at, runs, lambda rank: (task.share,), own.own_look)
 
 
-def between_score(pace: Pace, lines: Lines, inner: int) -> Score | None:
+def between_score(pace: Pace, rows: Arithmetic, inner: int) -> Score | None:
     """Of the rings between nodes: one for every place in them. None where everything is at home."""
     task = pace.task
     plans = [by_heads(task, place, inner) for place in range(inner)]
     if plans[0].far is None:
         return None
     lanes = [plan.between.lanes[0] for plan in plans]
-    lane = LaneScore(lanes, pace, lines)
+    lane = LaneScore(lanes, pace, rows)
 
     def runs(rank: int) -> Iterator[Desks]:
         yield from _desk_runs(by_heads(task, rank, inner))
@@ -536,7 +546,7 @@ def between_score(pace: Pace, lines: Lines, inner: int) -> Score | None:
         return tuple(desk.share for desk in by_heads(task, rank, inner).desks)
 
     return Score(
-        lines,
+        rows,
         pace,
         task.ranks // inner,
         (lane,),

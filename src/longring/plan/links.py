@@ -58,25 +58,21 @@ class Lines:
         return self.node_ranks == self.ranks or self.hardware.links_out >= self.node_ranks
 
     @property
-    def most_on_a_line(self) -> int:
-        """Ranks that share one."""
-        return 1 if self.are_own else -(-self.node_ranks // self.hardware.links_out)
-
-    @property
     def count(self) -> int:
         return 2 * self.ranks
 
     def line(self, sender: int, receiver: int) -> int:
         """Its number: that of the sender inside its node; outside, behind those, that of who uses it first."""
-        if self.is_inside(sender, receiver):
-            return sender
-        return self.ranks + (sender if self.are_own else self._first_on_line(sender))
+        return sender if self.is_inside(sender, receiver) else self.line_out(sender)
 
-    def _first_on_line(self, rank: int) -> int:
+    def line_out(self, rank: int) -> int:
+        """The number of the one that the rank uses out of its node."""
+        if self.are_own:
+            return self.ranks + rank
         node, place = divmod(rank, self.node_ranks)
         links = self.hardware.links_out
         number = place * links // self.node_ranks
-        return node * self.node_ranks + -(-number * self.node_ranks // links)
+        return self.ranks + node * self.node_ranks + -(-number * self.node_ranks // links)
 
     def carrying(self, sender: int, receiver: int, nbytes: int) -> float:
         """Seconds that a message is on its line."""
