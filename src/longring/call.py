@@ -8,7 +8,7 @@ import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,15 +22,16 @@ from .errors import (
     ScheduleRefusal,
     naming_rank,
 )
+from .geometry.layouts import Layout, replicated
 from .geometry.patterns import Dilated, Pattern, Problem, with_known_tables
-from .geometry.plans import plan
+from .geometry.plans import REPLICATED, plan
 from .geometry.task import Task
 from .kernels.contract import Gradients, Kernel, Upstream
 from .kernels.select import select_kernel
 from .numerics.online_softmax import Partial, accumulator_dtype
 from .plan.choose import choose_schedule
 from .schedules.contract import Journey
-from .schedules.select import SCHEDULES, check_schedule
+from .schedules.select import check_schedule, schedule_of
 from .sharding import Sharding
 from .transport.alone import Alone
 from .transport.contract import Transport, check_timeout
@@ -49,11 +50,14 @@ OF_PATTERNS = ("causal", "window", "documents", "lengths")
 
 _log = logging.getLogger("longring")
 
+Dealing = Sharding | Literal["replicated"]
+"""How queries are dealt: or they are not, and every rank has all of them."""
+
 
 class Options(NamedTuple):
     """What `attention` takes besides tensors and pattern; the defaults are the user's."""
 
-    sharding: Sharding | None = None
+    sharding: Dealing | None = None
     kv_sharding: Sharding | None = None
     group: Any = None
     layout: str | None = None
@@ -81,10 +85,10 @@ class Call:
     kernel: Choice
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Partial:
-        return SCHEDULES[self.schedule.name].forward(self.journey, q, k, v)
+        return schedule_of(self.schedule.name).forward(self.journey, q, k, v)
 
     def backward(self, upstream: Upstream, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-        return SCHEDULES[self.schedule.name].backward(self.journey, upstream, q, k, v)
+        return schedule_of(self.schedule.name).backward(self.journey, upstream, q, k, v)
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options, *, dry: bool = False) -> Call:
@@ -101,13 +105,16 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options,
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options, transport: Transport) -> Call:
     check_tensors(q, k, v)
-    queries, keys = _shardings(q, k, options)
+    queries, keys = _layouts(q, k, options)
     offset = check_offset(options.query_offset, queries.length, keys.length)
     problem = Problem(q.shape[0], queries.length, keys.length, k.shape[2], offset)
     check_pattern(pattern, problem)
-    task = Task(pattern, problem, queries.dealt, keys.dealt, q.shape[2])
+    task = Task(pattern, problem, queries, keys, q.shape[2])
     kernel, kernel_choice = choose_kernel(options.kernel, q, k, options.deterministic)
-    schedule = pick_schedule(options.schedule, task, q, transport.node_ranks)
+    if is_replicated(options.sharding):
+        schedule = _schedule_for_replicated(options.schedule)
+    else:
+        schedule = pick_schedule(options.schedule, task, q, transport.node_ranks)
     journey = make_journey(
         task,
         transport,
@@ -154,16 +161,40 @@ def pick_schedule(name: str, task: Task, q: Tensor, node_ranks: int) -> Choice:
     return chosen
 
 
+def _schedule_for_replicated(name: str) -> Choice:
+    check_schedule(name)
+    if name != "auto":
+        raise ScheduleRefusal(
+            f"schedule {name!r} brings keys to queries that are dealt, but sharding='replicated' says that every rank "
+            "has all queries, and no key moves; leave schedule='auto'"
+        )
+    return Choice(REPLICATED, "every rank has all queries: each asks its own keys, and answers are merged")
+
+
 _chosen_schedule = lru_cache(maxsize=256)(choose_schedule)
 
 
 # --------------------------------------------------------------------------------------------- who holds what
 
 
+def is_replicated(sharding: object) -> bool:
+    return isinstance(sharding, str) and sharding == REPLICATED
+
+
 def _transport(options: Options) -> Transport:
+    if is_replicated(options.sharding):
+        if not isinstance(options.kv_sharding, Sharding):
+            raise ArgumentError(
+                "sharding='replicated' says that every rank has all queries; pass kv_sharding, a longring.Sharding, to "
+                f"say who holds which keys; got {options.kv_sharding!r}"
+            )
+        return options.kv_sharding.transport
     if options.sharding is not None:
         if not isinstance(options.sharding, Sharding):
-            raise ArgumentError(f"sharding must be a longring.Sharding, got {options.sharding!r}")
+            raise ArgumentError(
+                "sharding must be a longring.Sharding, or 'replicated' for queries that every rank has whole; got "
+                f"{options.sharding!r}"
+            )
         return options.sharding.transport
     if options.kv_sharding is not None:
         raise ArgumentError("kv_sharding was given without sharding, which says how the queries are dealt")
@@ -177,12 +208,32 @@ def _transport(options: Options) -> Transport:
     return Alone()
 
 
-def _shardings(q: Tensor, k: Tensor, options: Options) -> tuple[Sharding, Sharding]:
+def _layouts(q: Tensor, k: Tensor, options: Options) -> tuple[Layout, Layout]:
     if options.sharding is None:
-        return _implied_shardings(q, k, options)
+        queries, keys = _implied_shardings(q, k, options)
+        return queries.dealt, keys.dealt
     if options.group is not None or options.layout is not None:
         raise ArgumentError("sharding already says group and layout; pass it, or them, not both")
-    queries = options.sharding
+    if isinstance(options.sharding, str):
+        return _replicated(q, k, options)
+    queries, keys = _shardings(q, k, options.sharding, options)
+    return queries.dealt, keys.dealt
+
+
+def _replicated(q: Tensor, k: Tensor, options: Options) -> tuple[Layout, Layout]:
+    keys = options.kv_sharding
+    assert keys is not None  # or there would be no transport
+    if q.shape[1] == 0:
+        raise ArgumentError("q has no tokens; queries that every rank has are at least one")
+    if k.shape[1] != keys.local_length:
+        raise LayoutError(
+            f"k holds {k.shape[1]} tokens, but kv_sharding ({keys.layout}) deals {keys.local_length} of {keys.length} "
+            "to this rank; where a cache has grown, say so with Sharding.extend"
+        )
+    return replicated(q.shape[1], keys.ranks), keys.dealt
+
+
+def _shardings(q: Tensor, k: Tensor, queries: Sharding, options: Options) -> tuple[Sharding, Sharding]:
     keys = queries if options.kv_sharding is None else options.kv_sharding
     if not isinstance(keys, Sharding):
         raise ArgumentError(f"kv_sharding must be a longring.Sharding, got {keys!r}")

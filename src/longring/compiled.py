@@ -23,7 +23,7 @@ from torch.library import CustomOpDef, custom_op
 
 from .autograd import Job, attended, differentiated, refuse_second_derivative
 from .branches import Branch, ReleasedBranch
-from .call import Options, check_tensors, prepare
+from .call import Options, check_tensors, is_replicated, prepare
 from .errors import ArgumentError
 from .geometry.head_split import HeadSplit
 from .geometry.patterns import Dense, Dilated, PaddingApart, Pattern, Table, tables_of
@@ -39,6 +39,8 @@ def can_be_spelled(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: O
     """Whether the call can become an operation; one that cannot is made at once, and breaks the graph."""
     shardings = [s for s in (options.sharding, options.kv_sharding) if isinstance(s, Sharding)]
     if options.group is not None or (isinstance(pattern, Pattern) and type(pattern) not in NAMED):
+        return False
+    if is_replicated(options.sharding):  # keys grow with every call, and so would the graphs in number
         return False
     if all(isinstance(s.transport, Alone) for s in shardings):
         return True

@@ -20,11 +20,11 @@ from .branches import (
     released_branches,
     rows_here,
 )
-from .call import Choice, Options, prepare, refuse_unbuilt
-from .errors import ArgumentError
+from .call import Call, Choice, Dealing, Options, is_replicated, prepare, refuse_unbuilt
+from .errors import ArgumentError, NotBuilt
 from .geometry.patterns import Dense, Dilated, Pattern, Table
-from .geometry.task import runs_over_sources
-from .plan.work import pairs
+from .geometry.plans import REPLICATED
+from .geometry.task import Run, runs_over_sources
 from .sharding import Sharding
 
 CAUSAL = Dense(causal=True)
@@ -45,7 +45,7 @@ class CallOptions(TypedDict, total=False):
 
 class AttentionOptions(CallOptions, total=False):
     pattern: Pattern
-    sharding: Sharding | None
+    sharding: Dealing | None
     schedule: str
 
 
@@ -67,7 +67,7 @@ def attention(
     v: Tensor,
     *,
     pattern: Pattern = CAUSAL,
-    sharding: Sharding | None = None,
+    sharding: Dealing | None = None,
     kv_sharding: Sharding | None = None,
     group: Any = None,
     layout: str | None = None,
@@ -87,7 +87,8 @@ def attention(
 
     sharding:       q, k and v are this rank's part of the whole, as `Sharding.shard` gives it; kv_sharding
                     where keys are dealt otherwise. Or group= and layout=, for equal parts on every rank.
-                    Neither: this process alone.
+                    Neither: this process alone. "replicated" (with kv_sharding): q is whole, and the same on every
+                    rank, as in decoding; no key moves, and every rank gets the same bits of the whole out.
     query_offset:   query i stands at position i + query_offset; by default the last query meets the last key.
     schedule:       "ring", "bidirectional", "double_ring", "exchange", "gather", "ulysses", "hybrid", or "auto":
                     what an estimate of work and bytes says is fastest.
@@ -131,7 +132,7 @@ class RingOptions(CallOptions, total=False):
     window: tuple[int | None, int | None] | None
     documents: Any
     lengths: Any
-    sharding: Sharding | None
+    sharding: Dealing | None
 
 
 @overload
@@ -151,13 +152,15 @@ def ring_attention(
     window: tuple[int | None, int | None] | None = None,
     documents: Any = None,
     lengths: Any = None,
-    sharding: Sharding | None = None,
+    sharding: Dealing | None = None,
     return_lse: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Dense attention by the ring schedule; further options as for `attention`."""
     if "schedule" in options:
         raise ArgumentError(f"ring_attention is the ring; for schedule={options['schedule']!r} use attention")
+    if is_replicated(sharding):
+        raise ArgumentError("ring_attention moves keys round, and with sharding='replicated' none move; use attention")
     pattern = Dense(causal=causal, window=window, documents=tabled(documents), lengths=tabled(lengths))
     return attention(q, k, v, pattern=pattern, sharding=sharding, schedule="ring", return_lse=return_lse, **options)
 
@@ -170,7 +173,7 @@ class DilatedOptions(CallOptions, total=False):
     documents: Any
     mixing_gradient: bool | None
     compat: str | None
-    sharding: Sharding | None
+    sharding: Dealing | None
     schedule: str
 
 
@@ -194,7 +197,7 @@ def dilated_attention(
     documents: Any = None,
     mixing_gradient: bool | None = None,
     compat: str | None = None,
-    sharding: Sharding | None = None,
+    sharding: Dealing | None = None,
     return_lse: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -224,6 +227,8 @@ def dilated_attention(
 
 
 def _as_released(q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, options: dict[str, Any]) -> Tensor:
+    if is_replicated(options["sharding"]):
+        raise NotBuilt("compat='torchscale' with sharding='replicated': what it computes depends on the whole length")
     branches = released_branches(pattern, q)
     parts = _by_branches(q, k, v, branches, options)
     rows = rows_here(q, options["sharding"], options.get("group"), options.get("layout"))
@@ -260,12 +265,20 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = CAUSAL, **opt
     refuse_unbuilt("explain", unknown)
     call = prepare(q, k, v, pattern, Options(**options), dry=True)
     journey = call.journey
-    runs = runs_over_sources(journey.task, journey.transport.rank)
+    runs = _runs(call)
     return Explanation(
         call.kernel,
         call.schedule,
         ranks=journey.transport.size,
         stops=sum(len(run.ranks) for run in runs if run.tiles),
         tiles=sum(len(run.ranks) * len(run.tiles) for run in runs),
-        pairs=pairs(journey.task, journey.transport.rank) * (q.shape[2] // k.shape[2]),
+        pairs=sum(len(run.ranks) * tile.pairs for run in runs for tile in run.tiles) * (q.shape[2] // k.shape[2]),
     )
+
+
+def _runs(call: Call) -> tuple[Run, ...]:
+    """What this rank computes, and with whose keys."""
+    task, rank = call.journey.task, call.journey.transport.rank
+    if call.schedule.name == REPLICATED:
+        return (Run(range(rank, rank + 1), call.journey.plan.tiles),)
+    return runs_over_sources(task, rank)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .autograd import GatherShards, Others, TakeShard, not_compiled
 from .errors import ArgumentError, LayoutError, PatternError, naming_rank
-from .geometry.layouts import LAYOUTS, Layout, Shard, deal, from_ranges
+from .geometry.layouts import LAYOUTS, Layout, Shard, deal, extended, from_ranges
 from .geometry.patterns import Pattern, clean_documents
 from .plan.choose import choose_layout
 from .transport.contract import Transport, check_timeout
@@ -79,6 +79,36 @@ class Sharding:
         with naming_rank(transport.rank, transport.size):
             dealt = from_ranges(shards)
         return cls(length=dealt.length, group=group, layout="ranges", shards=dealt.shards)
+
+    def extend(self, rank: int, tokens: int) -> Sharding:
+        """The same assignment with so many more tokens at its end, held by `rank`; nothing is dealt anew.
+
+        Decoding asks for it with every token, so it takes microseconds, however long the sequence is: what this
+        sharding holds was checked when it was made.
+        """
+        with naming_rank(self.rank, self.ranks):
+            self._check_extension(rank, tokens)
+        longer = self.length + int(tokens)
+        held = extended(self.shards[rank], range(self.length, longer))
+        made = object.__new__(Sharding)
+        made.__dict__.update(
+            length=longer,
+            group=self.group,
+            layout="ranges",
+            documents=None,
+            align=None,
+            pattern=None,
+            shards=(*self.shards[:rank], held, *self.shards[rank + 1 :]),
+            transport=self.transport,
+        )
+        return made
+
+    def _check_extension(self, rank: int, tokens: int) -> None:
+        for name, number in (("rank", rank), ("tokens", tokens)):
+            if not isinstance(number, Integral) or isinstance(number, bool) or number < 0:
+                raise ArgumentError(f"{name} must be a whole number of at least 0, got {number!r}")
+        if rank >= self.ranks:
+            raise ArgumentError(f"rank must be one of the {self.ranks} of the group, 0 to {self.ranks - 1}; got {rank}")
 
     @cached_property
     def transport(self) -> Transport:

@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
 from ..errors import LayoutError
-from .ranges import cut
+from .ranges import chain, cut
 
 Shard = tuple[range, ...]
 Documents = tuple[tuple[int, ...], ...]  # boundaries 0, b1, ..., n; one list for the batch, or one per row
@@ -123,6 +123,20 @@ def from_ranges(shards: Iterable[Iterable[range]]) -> Layout:
                 raise LayoutError(f"rank {rank} holds a position of {r} that it or an earlier rank holds too")
             owners[r.start : r.stop : r.step] = b"\1" * len(r)
     return Layout(length, clean)
+
+
+def extended(shard: Shard, new: range) -> Shard:
+    """The shard with further positions, all behind those it holds; one range more only where none can be continued."""
+    if not new:
+        return shard
+    longer = chain((shard[-1], new)) if shard else None
+    return (*shard, new) if longer is None else (*shard[:-1], longer)
+
+
+@lru_cache(maxsize=256)
+def replicated(length: int, ranks: int) -> Layout:
+    """Every rank has all of it, which no name of a layout says: a rank's queries must not pass for everybody's."""
+    return Layout(length, ((range(length),),) * ranks)
 
 
 def _check_rising(rank: int, shard: Shard) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from .heads import by_heads
 from .itinerary import Post, bidirectional, double_ring, exchange, gather, ring
+from .replicated import answers
 from .task import Task
 
 
@@ -26,7 +27,12 @@ PLANS: dict[str, Callable[[Task, int, int], Plan]] = {
     "hybrid": by_heads,
 }
 
+REPLICATED = "replicated"
+"""Not among those that queries which are dealt can choose from: it is for queries that every rank has whole."""
+
 
 def plan(schedule: str, task: Task, rank: int, node_ranks: int | None = None) -> Plan:
     """What `rank` does under a schedule. `node_ranks` consecutive ranks are close: all, unless it says otherwise."""
+    if schedule == REPLICATED:
+        return answers(task, rank)
     return PLANS[schedule](task, rank, task.ranks if node_ranks is None else node_ranks)

@@ -50,3 +50,12 @@ def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
     out.mul_((lse - base).exp_().to(out.dtype).unsqueeze(-1))
     out.add_(part_out.mul_((part_lse - base).exp_().to(out.dtype).unsqueeze(-1)))
     lse.copy_(together)
+
+
+def merged(out: Tensor, lse: Tensor) -> Partial:
+    """Parts along a first dimension, merged at once: who has the same parts in the same order has the same bits."""
+    lse = lse.to(log_dtype(lse.device))
+    together = lse.logsumexp(0)
+    base = together.masked_fill(together == -torch.inf, 0.0)  # as above
+    weights = (lse - base).exp_().to(out.dtype)
+    return Partial((out * weights.mT.unsqueeze(-1)).sum(0), together)

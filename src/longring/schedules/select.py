@@ -1,6 +1,8 @@
 """The schedules by name."""
 
 from ..errors import ScheduleRefusal
+from ..geometry.plans import REPLICATED
+from . import replicated
 from .by_heads import BY_HEADS
 from .contract import Schedule
 from .gather import GATHER
@@ -15,6 +17,11 @@ SCHEDULES: dict[str, Schedule] = {
     "ulysses": BY_HEADS,
     "hybrid": BY_HEADS,
 }
+"""Those that queries which are dealt can choose from."""
+
+
+def schedule_of(name: str) -> Schedule:
+    return replicated.REPLICATED if name == REPLICATED else SCHEDULES[name]
 
 
 def check_schedule(name: str) -> None:
