@@ -192,8 +192,8 @@ def _transport(options: Options) -> Transport:
     if options.sharding is not None:
         if not isinstance(options.sharding, Sharding):
             raise ArgumentError(
-                "sharding must be a longring.Sharding, or 'replicated' for queries that every rank has whole; got "
-                f"{options.sharding!r}"
+                f"sharding must be a longring.Sharding, got {options.sharding!r}; or 'replicated', for queries that "
+                "every rank has whole"
             )
         return options.sharding.transport
     if options.kv_sharding is not None:

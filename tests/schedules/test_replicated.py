@@ -138,7 +138,7 @@ def misuse():
     dilated = {"segment_lengths": [4], "dilation_rates": [1]}
     return {
         "no keys": (lr.attention, q, k, {"sharding": "replicated"}, "pass kv_sharding"),
-        "another word": (lr.attention, q, k, {"sharding": "zigzag"}, "or 'replicated' for queries that every rank"),
+        "another word": (lr.attention, q, k, {"sharding": "zigzag"}, "or 'replicated', for queries that every rank"),
         "forgotten": (lr.attention, q, k, {"kv_sharding": s}, "kv_sharding was given without sharding"),
         "not said": (lr.attention, q, k, {"sharding": s}, "q holds 1 tokens"),
         "a schedule": (
