@@ -57,8 +57,24 @@ def count_seen(task: Task, owner: int, ranks: Iterable[range]) -> int:
 
 def _horizon(task: Task, ranks: Iterable[range]) -> int:
     """The last key that some query of these ranks sees."""
-    furthest = _furthest(task)
-    return max((max(furthest[r.start : r.stop], default=-1) for r in ranks), default=-1)
+    doubled = _furthest_of_runs(task)
+    furthest = -1
+    for r in ranks:
+        if r:
+            power = len(r).bit_length() - 1
+            row = doubled[power]
+            furthest = max(furthest, row[r.start], row[r.stop - (1 << power)])  # two runs that cover it together
+    return furthest
+
+
+@lru_cache(maxsize=32)
+def _furthest_of_runs(task: Task) -> list[list[int]]:
+    """For runs of 1, 2, 4, ... ranks, by their first, the last key that one of them sees: rings ask for any run."""
+    found = [_furthest(task)]
+    while 1 << len(found) <= task.queries.ranks:
+        row = found[-1]
+        found.append(list(map(max, row, row[1 << (len(found) - 1) :])))
+    return found
 
 
 @lru_cache(maxsize=256)

@@ -117,11 +117,40 @@ def _runs_in_family(task: Task, ranks: range, pair: Callable[[int], tuple[int, i
     """Halve until both ends look alike: limits move one way along a family, so all between look alike too."""
     first, last = (_look(task, *pair(rank)) for rank in (ranks[0], ranks[-1]))
     if first == last or len(ranks) == 1:
-        yield Run(ranks, tiles_between(task, *pair(ranks[0])))
+        yield Run(ranks, _tiles_that_look(task, *pair(ranks[0]), first))
         return
     half = len(ranks) // 2
     yield from _runs_in_family(task, ranks[:half], pair)
     yield from _runs_in_family(task, ranks[half:], pair)
+
+
+def _tiles_that_look(task: Task, target: int, source: int, look: tuple[int, ...]) -> tuple[Tile, ...]:
+    """Cut once for all pairs of ranks with equal shapes and looks; a rank's own positions make other tiles."""
+    queries, keys = task.queries.shards[target], task.keys.shards[source]
+    is_own = bool(queries and keys) and queries[0].start + task.problem.offset == keys[0].start
+    known, key = _known_tiles(task), (_shape(queries), _shape(keys), is_own, look)
+    if key not in known:
+        if len(known) >= MOST_KNOWN:
+            known.clear()
+        known[key] = tiles_of(task, queries, keys)
+    return known[key]
+
+
+MOST_KNOWN = 1024
+
+
+@lru_cache(maxsize=64)
+def _known_tiles(task: Task) -> dict[tuple[object, ...], tuple[Tile, ...]]:
+    return {}
+
+
+def _shape(shard: Shard) -> tuple[tuple[int, int], ...]:
+    return tuple((len(piece), piece.step) for piece in shard)
+
+
+def look_of_own(task: Task, rank: int) -> object:
+    """The same for ranks that compute the same with their own keys, or with a half of them."""
+    return _shape(task.queries.shards[rank]), _shape(task.keys.shards[rank]), _look(task, rank, rank)
 
 
 def _look(task: Task, target: int, source: int) -> tuple[int, ...]:

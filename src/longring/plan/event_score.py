@@ -19,7 +19,7 @@ from ..geometry.needs import rows_seen
 from ..geometry.parcels import Share, needed
 from ..geometry.patterns import Dilated
 from ..geometry.routes import DoubleRing, Ring, Route, Star
-from ..geometry.task import Task, runs_over_sources, tiles_between
+from ..geometry.task import Task, look_of_own, runs_over_sources, tiles_between
 from .event_clock import slowed
 from .event_lists import Arithmetic, Messages, Row
 from .event_pace import Pace, Tiles
@@ -293,11 +293,13 @@ class Score:
     def home(self, which: str) -> Row:
         """Seconds that ranks compute with their own rows: all of them, or the "early" or "late" ones."""
         known: dict[object, float] = {}
+        found: list[float] = []
         for rank in range(self.rows.lines.ranks):
-            if self._own_look(rank) not in known:
-                known[self._own_look(rank)] = self._at_home(rank, which)
-        ranks = range(self.rows.lines.ranks)
-        return self.rows.of([self._slowed(rank, known[self._own_look(rank)]) for rank in ranks])
+            look = self._own_look(rank)
+            if look not in known:
+                known[look] = self._at_home(rank, which)
+            found.append(self._slowed(rank, known[look]))
+        return self.rows.of(found)
 
     def _at_home(self, rank: int, which: str) -> float:
         itinerary = self._at(rank)
@@ -407,6 +409,8 @@ class Sources:
 
     def own_look(self, rank: int) -> object:
         """The same for ranks that compute the same with their own rows, if that can be told before."""
+        if self.task.pattern.only_limits is not None:
+            return look_of_own(self.task, rank)
         return rank if self._segments is None else self._segments.own_look(rank)
 
 
