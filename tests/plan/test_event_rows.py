@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longring.geometry.heads import by_heads
-from longring.geometry.itinerary import double_ring
+from longring.geometry.itinerary import Lane, double_ring
 from longring.geometry.layouts import Layout, deal
 from longring.geometry.patterns import Dense, Problem
 from longring.geometry.routes import DoubleRing
@@ -19,7 +19,7 @@ from longring.plan.event_arrays import Arrays
 from longring.plan.event_lists import Lists, Messages
 from longring.plan.event_pace import Pace
 from longring.plan.event_places import Places
-from longring.plan.event_rounds import _Asked, rounds
+from longring.plan.event_rounds import rounds
 from longring.plan.event_score import _by_steps
 from longring.plan.hardware import hardware
 from longring.plan.links import NEVER, Lines, Slow
@@ -40,18 +40,26 @@ def test_a_ring_of_rings_is_told_as_each_owner_tells_it(kind, task, data):
     inner = data.draw(st.sampled_from([n for n in range(1, task.ranks + 1) if task.ranks % n == 0]))
     lane = double_ring(task, 0, inner).lanes[0]
     rows = kind(lines_of(task.ranks, inner))
-    fast, asked = rounds(lane, rows), _Asked(lane, Lists(rows.lines))
+    told = rounds(lane, rows)
     for step in range(1, task.ranks):
-        for what in ("rows", "following", "returning"):
-            assert rows.told(getattr(fast, what)(step)) == getattr(asked, what)(step), (what, step)
+        for what, ask in ((told.rows, lane.carried), (told.following, lane.onward), (told.returning, lane.homeward)):
+            asked = [sum(share.vectors for share in ask(owner, step)) for owner in range(task.ranks)]
+            assert rows.told(what(step)) == asked, (what, step)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("causal", [True, False])
-def test_rings_of_rings_of_dense_attention_ask_nobody(layout, causal):
-    dealt = deal(layout, 100, 12)
-    lane = double_ring(Task(Dense(causal), Problem(1, 100, 100, 2, 0), dealt, dealt), 0, 4).lanes[0]
-    assert not isinstance(rounds(lane, Lists(lines_of(12, 4))), _Asked)
+@pytest.mark.parametrize("pattern", [Dense(), Dense(causal=False), Dense(window=(7, 0))])
+def test_rings_of_rings_do_not_ask_for_every_pair_of_ranks(layout, pattern, monkeypatch):
+    """Dense ones ask nobody; those with a window, whoever is near."""
+    dealt, asked = deal(layout, 240, 48), []
+    monkeypatch.setattr(Lane, "carried", lambda lane, owner, step: asked.append(owner) or ())
+    lane = double_ring(Task(pattern, Problem(1, 240, 240, 2, 0), dealt, dealt), 0, 4).lanes[0]
+    asked.clear()
+    told = rounds(lane, Lists(lines_of(48, 4)))
+    for step in range(1, 48):
+        told.rows(step)
+    most = {"contiguous": 8, "zigzag": 24, "striped": 48}[layout] if pattern.window else 0
+    assert len(asked) <= 48 * most
 
 
 @given(st.sampled_from([(12, 4), (12, 3), (8, 1), (8, 8), (6, 2)]), st.sampled_from([+1, -1]), st.data())

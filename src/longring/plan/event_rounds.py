@@ -6,12 +6,15 @@ come: nearly everything changes at every step, and so it is told step by step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Protocol
 
 from ..geometry.itinerary import Lane
 from ..geometry.parcels import Share
+from ..geometry.patterns import Span
 from ..geometry.routes import DoubleRing
 from ..geometry.task import Task
 from .event_lists import Arithmetic, Row
@@ -41,22 +44,60 @@ def rounds(lane: Lane, arithmetic: Arithmetic) -> Rounds:
 
 
 class _Asked:
-    """Every owner is asked at every step: right for all patterns, and slow where ranks are many."""
+    """Owners are asked, step by step, but for those of whose rows nobody in the node they are in could see any."""
 
     def __init__(self, lane: Lane, arithmetic: Arithmetic) -> None:
-        self._lane, self._arithmetic = lane, arithmetic
+        assert isinstance(lane.route, DoubleRing)
+        self._lane, self._arithmetic, self._route = lane, arithmetic, lane.route
 
     def rows(self, step: int) -> Row:
-        return self._of(self._lane.carried(owner, step) for owner in range(self._lane.route.steps))
+        round_, hop = divmod(step, self._route.inner)
+        return self._of(self._lane.carried, (self._seen if hop else self._still_to_be_seen)[round_], step)
 
     def following(self, step: int) -> Row:
-        return self._of(self._lane.onward(owner, step) for owner in range(self._lane.route.steps))
+        return self._of(self._lane.onward, self._seen[step // self._route.inner], step)
 
     def returning(self, step: int) -> Row:
-        return self._of(self._lane.homeward(owner, step) for owner in range(self._lane.route.steps))
+        return self._of(self._lane.homeward, self._seen[step // self._route.inner], step)
 
-    def _of(self, all_shares: Iterable[tuple[Share, ...]]) -> Row:
-        return self._arithmetic.of(sum(share.vectors for share in shares) for shares in all_shares)
+    def _of(self, asked: Callable[[int, int], tuple[Share, ...]], owners: Iterable[int], step: int) -> Row:
+        found = self._arithmetic.full(0, self._route.size)
+        for owner in owners:
+            found[owner] = sum(share.vectors for share in asked(owner, step))
+        return found
+
+    @cached_property
+    def _seen(self) -> list[set[int]]:
+        """For every round the owners of whose rows somebody in the round's node might see some."""
+        route = self._route
+        found: list[set[int]] = [set() for _ in range(route.nodes)]
+        for node, owners in enumerate(_owners_seen(self._lane.task, route.inner)):
+            for owner in owners:
+                found[route.direction * (node - owner // route.inner) % route.nodes].add(owner)
+        return found
+
+    @cached_property
+    def _still_to_be_seen(self) -> list[set[int]]:
+        """Likewise, in the node of this round or of one behind it."""
+        found: list[set[int]] = [set()]
+        for owners in reversed(self._seen):
+            found.append(found[-1] | owners)
+        return found[:0:-1]
+
+
+def _owners_seen(task: Task, inner: int) -> Iterator[set[int]]:
+    """For every node, who holds a position between the first and the last that a piece of its queries sees."""
+    pieces = sorted((piece[0], piece[-1], owner) for owner, shard in enumerate(task.keys.shards) for piece in shard)
+    firsts, lasts = [piece[0] for piece in pieces], [piece[1] for piece in pieces]
+    if any(a > b for a, b in pairwise(lasts)):  # combs: any of them may reach that far
+        lasts = [max(lasts)] * len(lasts)
+    for first in range(0, task.ranks, inner):
+        found: set[int] = set()
+        for rank in range(first, first + inner):
+            for view in _views(task, rank):
+                some = pieces[bisect_left(lasts, view.first) : bisect_right(firsts, view.last)]
+                found.update(owner for _, _, owner in some)
+        yield found
 
 
 class _Horizons:
@@ -139,8 +180,13 @@ class _Horizons:
 
 def _horizon(task: Task, rank: int) -> int:
     """The last key that one of the rank's queries sees, or -1."""
+    return max((view.last for view in _views(task, rank)), default=-1)
+
+
+def _views(task: Task, rank: int) -> Iterator[Span]:
+    """From where to where queries of the rank see, piece by piece."""
     shift = task.problem.offset
-    views = (
-        task.pattern.sees(task.problem, piece[0] + shift, piece[-1] + shift) for piece in task.queries.shards[rank]
-    )
-    return max((view.last for view in views if view.first <= view.last), default=-1)
+    for piece in task.queries.shards[rank]:
+        view = task.pattern.sees(task.problem, piece[0] + shift, piece[-1] + shift)
+        if view.first <= view.last:
+            yield view
