@@ -126,6 +126,12 @@ def texts_of(corpus, document):
     return bytes(corpus.tokens(document, 0, int(corpus.lengths[document])))
 
 
+def test_a_python_without_source_says_so(tmp_path, monkeypatch):
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        monkeypatch.setattr("longring.train.corpus.sysconfig.get_path", lambda name, at=folder: str(at))
+        assert refusal(None) == f"this Python has no source of its library at {folder}; give a file or folder"
+
+
 # ----------------------------------------------------------------------------------------------------- fingerprint
 
 
@@ -267,6 +273,7 @@ def test_bin_is_what_the_json_beside_it_says(tmp_path):
     assert numbers(corpus) == [[5, 6, 9, 9, 7, 9]]
     assert (corpus.vocabulary, corpus.end) == (51, 50)
     (tmp_path / "a.json").write_text('{"dtype": "uint16", "vocabulary": 50, "end": 9}')
+    assert not corpus.left_out  # the JSON is no file of another kind
     ended = open_corpus(tmp_path / "a.bin")
     assert numbers(ended) == [[5, 6], [7]]
     assert (ended.vocabulary, ended.end) == (50, 9)
@@ -351,7 +358,7 @@ def test_unreadable_files_are_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files, "_looked_at", denied)
     said = refusal(tmp_path)
-    assert "1.txt, 2.txt, 3.txt and 2 more cannot be read; change the permissions" in said
+    assert "1.txt, 2.txt, 3.txt and 2 more cannot be read (Permission denied); mend it" in said
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="an administrator may read everything")

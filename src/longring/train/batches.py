@@ -6,7 +6,7 @@ Sequence 7 is the same whoever asks, and whenever: on any number of ranks, in an
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import ArgumentError
+from .checks import whole
 from .corpus import Corpus
 from .draws import draws
 from .held_out import Part, part_of
@@ -63,8 +64,8 @@ class Sequences:
 
     def __init__(self, corpus: Corpus, *, context: int, seed: int, split: str = "train") -> None:
         self.corpus = corpus
-        self.context = _whole(context, "context", least=2)
-        self.seed = _whole(seed, "seed", least=0)
+        self.context = whole(context, "context", least=2)
+        self.seed = whole(seed, "seed", least=0)
         self.split = split
         self.part: Part = part_of(corpus, split)
         self.tokens_per_epoch = int(self.part.lengths.sum()) + len(self.part.lengths)
@@ -73,7 +74,7 @@ class Sequences:
 
     def sequence(self, number: int) -> Sequence_:
         """Any one of them. There is no last: epochs follow one another."""
-        _whole(number, "number", least=0)
+        whole(number, "number", least=0)
         if (number + 1) * self.context >= 2**63:
             raise ArgumentError(f"sequence {number} of {self.context} tokens lies beyond token 2**63")
         tokens = np.empty(self.context, np.int64)
@@ -123,11 +124,3 @@ class Sequences:
             found = Epoch(order, np.cumsum(self.part.lengths[order] + 1))
             self._epochs = dict([*self._epochs.items()][-1:]) | {epoch: found}
         return found
-
-
-def _whole(value: Any, name: str, *, least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ArgumentError(f"{name} must be a whole number from {least}, got {value!r}")
-    if value >= 2**63:
-        raise ArgumentError(f"{name} must be below 2**63, got {value}")
-    return value

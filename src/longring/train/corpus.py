@@ -50,7 +50,7 @@ class Text:
         return np.frombuffer(read_bytes(self.file, start, stop), np.uint8)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Corpus:
     """Documents, in the order of their files' names and of their places there. A value: the same wherever it is opened.
 
@@ -145,7 +145,7 @@ def open_corpus(path: Path | None, *, kind: str = "auto", case: str = "kept") ->
     kind = _settled_kind(found, kind)
     sources, documents = _opened(found, kind, case == "upper", is_single)
     if not sources:
-        raise ArgumentError(_refusal_of_nothing(path or Path(sysconfig.get_path("stdlib")), found.left_out))
+        raise ArgumentError(_refusal_of_nothing(path, found.left_out))
     if case == "upper" and not any(isinstance(source, fasta.Fasta) for source in sources):
         raise ArgumentError(f"case 'upper' is for FASTA, and {name} has none")
     return _corpus(name, kind, case, sources, documents, found.left_out)
@@ -165,7 +165,9 @@ def _is_of_tokens(file: File) -> bool:
     return file.suffix == ".npy" or (file.suffix == ".bin" and token_files.beside(file.path).exists())
 
 
-def _refusal_of_nothing(path: Path, left_out: Counter[str]) -> str:
+def _refusal_of_nothing(path: Path | None, left_out: Counter[str]) -> str:
+    if path is None:
+        return f"this Python has no source of its library at {sysconfig.get_path('stdlib')}; give a file or folder"
     gone = ", ".join(_several(count, _LEFT_OUT[reason]) for reason, count in sorted(left_out.items()))
     return f"{path} holds nothing to read" + (f"; left out: {gone}" if gone else "")
 
@@ -186,7 +188,10 @@ def _opened(found: Found, kind: str, upper: bool, is_single: bool) -> tuple[list
     """Every file as what it is; what it cannot be is left out of a folder, and refused where it was named."""
     sources: list[Source] = []
     documents = Documents()
+    beside = {token_files.beside(file.path) for file in found.files if file.suffix in token_files.SUFFIXES}
     for file in found.files:
+        if kind == "tokens" and file.path in beside:
+            continue  # it says what the numbers are
         reason = _reason_against(file, kind, is_single)
         if reason and is_single:
             raise ArgumentError(_refusal_of_file(file, kind))
@@ -279,12 +284,12 @@ def _keys(sources: Sequence[Source], counts: NDArray[np.int64], firsts: NDArray[
 
 
 def _fingerprint(case: str, vocabulary: int, end: int, sources: Iterable[Source]) -> str:
-    """Of names, sizes and samples, each with its length before it, so that no two lists of files read alike."""
+    """Of names, sizes and samples; names have their length before them, so that no two lists of files read alike."""
     found = blake2b(f"{case} {vocabulary} {end}".encode(), digest_size=16)
     for source in sources:
         kind = _spoken_kind(source)
-        name, sample = fsencode(source.file.name), source.file.sample
-        found.update(f"\n{kind} {len(name)} {source.file.size} {len(sample)} ".encode() + name + sample)
+        name = fsencode(source.file.name)
+        found.update(f"\n{kind} {source.file.size} {len(name)} ".encode() + name + source.file.digest)
     return found.hexdigest()
 
 
@@ -300,4 +305,5 @@ def _standard_library() -> Found:
         last = name.rpartition("/")[2]
         return last not in _NOT_READ if is_folder else last.endswith(".py") and not last.startswith("_sysconfigdata")
 
-    return find_files(Path(sysconfig.get_path("stdlib")), wanted)
+    folder = Path(sysconfig.get_path("stdlib"))
+    return find_files(folder, wanted) if folder.is_dir() else Found([])

@@ -43,3 +43,8 @@ def below(limit: int, drawn: NDArray[np.uint64]) -> NDArray[np.int64]:
     """Each draw as a whole number from 0 to limit - 1; limit at most 2**32."""
     assert 1 <= limit <= 2**32
     return (((drawn >> np.uint64(32)) * np.uint64(limit)) >> np.uint64(32)).astype(np.int64)
+
+
+def one(limit: int, draw: np.uint64) -> int:
+    """A single draw as a whole number from 0 to limit - 1."""
+    return int(draw) * limit >> 64

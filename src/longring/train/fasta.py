@@ -7,7 +7,10 @@ place now and then between them. A read begins at the nearest place before it an
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +23,7 @@ BETWEEN = 1 << 16  # bytes from one noted place to the next at most: what a read
 _NO_LETTER = b"\r\n\t "
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fasta:
     """Letters of one file, counted from 0 over all of its documents."""
 
@@ -43,7 +46,7 @@ class Fasta:
         return np.frombuffer(text.upper() if self.upper else text, np.uint8)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Indexed:
     """A file that was read through: its documents' first letters and lengths."""
 
@@ -114,3 +117,14 @@ def _settled(
     lengths = np.diff(places, append=held)
     filled = lengths > 0
     return Indexed(fasta, places[filled], lengths[filled], int((~filled).sum()))
+
+
+def write_fasta(path: Path, sequences: Iterable[Any], *, width: int = 60) -> None:
+    """Sequences of letters, each bytes or an array of them, under headers that number them."""
+    with path.open("wb") as file:
+        for number, sequence in enumerate(sequences):
+            letters = sequence if isinstance(sequence, bytes) else np.asarray(sequence).astype(np.uint8).tobytes()
+            if strange := [byte for byte in set(letters) if not 32 < byte < 127 or byte == ord(">")]:
+                raise ArgumentError(f"sequence {number} holds a byte that is no letter of FASTA: {min(strange)}")
+            file.write(f">sequence {number}\n".encode())
+            file.writelines(letters[i : i + width] + b"\n" for i in range(0, len(letters), width))

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from hashlib import blake2b
+from io import FileIO
 from pathlib import Path
 
 from ..errors import ArgumentError
@@ -28,11 +30,8 @@ class File:
     path: Path
     name: str  # relative to the folder, with slashes; a file that was named by itself has its own name
     size: int
-    sample: bytes  # head, middle and tail; all of it where it is small
-
-    @property
-    def is_binary(self) -> bool:
-        return b"\0" in self.sample[:HEAD]
+    is_binary: bool  # as far as its head shows
+    digest: bytes  # of head, middle and tail, or of all where the file is small
 
     @property
     def suffix(self) -> str:
@@ -69,31 +68,31 @@ def find_files(path: Path, wanted: Callable[[str, bool], bool] | None = None) ->
 
 
 def _of_folder(folder: Path, wanted: Callable[[str, bool], bool]) -> Found:
-    found, unreadable = Found([]), []
+    found, unreadable = Found([]), dict[str, str]()
     names = sorted(_names(folder, "", wanted, found.left_out, unreadable), key=os.fsencode)
     for name in names:
         try:
             file = _looked_at(folder / name, name)
-        except ArgumentError:
-            unreadable.append(name)
+        except ArgumentError as error:
+            unreadable[name] = str(error).rpartition(": ")[2]
             continue
         if file.size:
             found.files.append(file)
         else:
             found.left_out["empty"] += 1
     if unreadable:
-        raise ArgumentError(_refusal_of_unreadable(folder, sorted(unreadable)))
+        raise ArgumentError(_refusal_of_unreadable(folder, unreadable))
     return found
 
 
 def _names(
-    folder: Path, under: str, wanted: Callable[[str, bool], bool], left_out: Counter[str], unreadable: list[str]
+    folder: Path, under: str, wanted: Callable[[str, bool], bool], left_out: Counter[str], unreadable: dict[str, str]
 ) -> Iterator[str]:
     """Relative names of regular files. Links stay behind: inside the folder they would repeat what they point to."""
     try:
         entries = list(os.scandir(folder / under))
-    except OSError:
-        unreadable.append(under or ".")
+    except OSError as error:
+        unreadable[under or "."] = str(error.strerror)
         return
     for entry in entries:
         name = f"{under}{entry.name}"
@@ -112,29 +111,33 @@ def _names(
             left_out["special"] += 1  # a pipe or a device, which might be waited for without end
 
 
-def _refusal_of_unreadable(folder: Path, names: list[str], most: int = 3) -> str:
+def _refusal_of_unreadable(folder: Path, reasons: dict[str, str], most: int = 3) -> str:
+    names = sorted(reasons)
     told = ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-    return f"{folder}: {told} cannot be read; change the permissions, or take it out of the folder"
+    return f"{folder}: {told} cannot be read ({reasons[names[0]]}); mend it, or take it out of the folder"
 
 
 def _looked_at(path: Path, name: str) -> File:
     try:
         with path.open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
-            if size <= HEAD + 2 * SAMPLE:
-                return File(path, name, size, _exactly(file.fileno(), size, 0))
-            places = ((HEAD, 0), (SAMPLE, (size - SAMPLE) // 2), (SAMPLE, size - SAMPLE))
-            return File(path, name, size, b"".join(_exactly(file.fileno(), count, place) for count, place in places))
+            head = _exactly(file, 0, size if size <= HEAD + 2 * SAMPLE else HEAD)
+            seen = blake2b(head, digest_size=16)
+            if len(head) < size:
+                seen.update(_exactly(file, (size - SAMPLE) // 2, SAMPLE))
+                seen.update(_exactly(file, size - SAMPLE, SAMPLE))
+            return File(path, name, size, b"\0" in head[:HEAD], seen.digest())
     except OSError as error:
-        raise ArgumentError(f"{path} cannot be read: {error.strerror}") from None
+        raise ArgumentError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _exactly(descriptor: int, count: int, place: int) -> bytes:
-    """os.pread may give less than was asked for, though more is there."""
+def _exactly(file: FileIO, place: int, count: int) -> bytes:
+    """Without a buffer a read may give less than was asked for, though more is there."""
+    file.seek(place)
     parts = []
-    while count and (part := os.pread(descriptor, count, place)):
+    while count and (part := file.read(count)):
         parts.append(part)
-        count, place = count - len(part), place + len(part)
+        count -= len(part)
     return b"".join(parts)
 
 

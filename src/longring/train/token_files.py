@@ -28,7 +28,7 @@ class About:
     end: int | None = None  # the token that closes documents in the file
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tokens:
     """Numbers of one file, and which of them are documents."""
 
