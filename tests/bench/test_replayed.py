@@ -9,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import longring as lr
-from longring.bench.replay import checks, exact, numbers, run
+from longring.bench.replay import checks, exact, numbers, run, sampling
 from longring.bench.replay.clock import Clock
 from longring.bench.replay.exact import Asked, Key, Local, Rows, Terms, answers, contributions
+from longring.bench.replay.gradients import Gradients
 from longring.bench.replay.numbers import GOLDEN, STIR_32, STIR_64, TENSORS, Numbers
 from longring.bench.replay.pairs import check_known, keys_of, queries_of
-from longring.bench.replay.peers import MadeUp, position_of, positions_of, row_of
+from longring.bench.replay.peers import MadeUp
+from longring.bench.replay.places import Vector, position_of, positions_of, row_of
 from longring.bench.replay.run import Setting, make, replay
 from longring.errors import ArgumentError, LayoutError, PatternError, ScheduleRefusal, TransportError
 from longring.geometry.itinerary import HOME
@@ -53,9 +55,10 @@ def splitmix(x):
     return x ^ x >> 31
 
 
-def defined_number(seed, tensor, batch, position, head, dim):
+def defined_number(seed, tensor, batch, position, head, dim, sender=None):
     """The generator once more, in the integers of Python."""
     salt = splitmix(splitmix(seed * GOLDEN) + GOLDEN * (8 * batch + TENSORS[tensor]))
+    salt = salt if sender is None else splitmix(salt + GOLDEN * (sender + 1))
     key = splitmix((position << 20 ^ head) * GOLDEN + salt)
     word = ((key & M32) + dim * (key >> 32 | 1)) & M32
     word = (word ^ word >> 16) * STIR_32[0] & M32
@@ -68,9 +71,9 @@ def defined_number(seed, tensor, batch, position, head, dim):
 def test_numbers_are_their_definition(position):
     draw = Numbers(7, 5, CPU)
     for tensor in TENSORS:
-        for batch, head in ((0, 0), (3, 11)):
-            got = draw.at(tensor, batch, torch.tensor([position]), head, torch.float32)[0]
-            want = torch.stack([defined_number(7, tensor, batch, position, head, dim) for dim in range(5)])
+        for batch, head, sender in ((0, 0, None), (3, 11, None), (0, 0, 0), (3, 11, 1023)):
+            got = draw.at(tensor, batch, torch.tensor([position]), head, torch.float32, sender=sender)[0]
+            want = torch.stack([defined_number(7, tensor, batch, position, head, dim, sender) for dim in range(5)])
             assert torch.equal(got, want)
 
 
@@ -87,12 +90,13 @@ def test_rows_are_the_same_however_they_are_asked_for(at_once, monkeypatch):
 
 
 def test_every_word_of_the_question_matters():
-    def drawn(seed=0, tensor="q", batch=0, position=10, head=1):
-        return Numbers(seed, 64, CPU).at(tensor, batch, torch.tensor([position]), head, torch.float32)[0]
+    def drawn(seed=0, tensor="q", batch=0, position=10, head=1, sender=None):
+        at = torch.tensor([position])
+        return Numbers(seed, 64, CPU).at(tensor, batch, at, head, torch.float32, sender=sender)[0]
 
     base = drawn()
     others = [drawn(seed=1), drawn(tensor="k"), drawn(batch=1), drawn(position=11), drawn(position=10 + 2**32)]
-    for other in [*others, drawn(head=2), base.roll(1)]:
+    for other in [*others, drawn(head=2), drawn(sender=0), drawn(sender=1), base.roll(1)]:
         assert abs(float((base * other).mean())) < 0.5  # of unrelated ones 0.125 is usual
         assert not (base == other).any()
 
@@ -190,8 +194,8 @@ def test_answers_are_the_definitions(pattern, at_once, monkeypatch):
     want, large = (f(q, k, v, pattern, dout) for f in (oracle, magnitudes))
     terms = Terms(draw, torch.float64, heads // kv_heads, 8**-0.5)
     task = make(setting(pattern, tokens=n, ranks=1, rank=0, head_dim=8)).task
-    vectors = [checks.Vector(0, i, g) for i in range(n) for g in range(kv_heads)]
-    judge = checks.Judge(task, 0, terms)
+    vectors = [Vector(0, i, g) for i in range(n) for g in range(kv_heads)]
+    judge = checks.Judge(task, 0, terms, Gradients(task, 0, draw))
     for asked in judge._asked(vectors):
         found = answers(terms, asked, with_dq=True)
         for name in ("out", "lse", "dq"):
@@ -238,12 +242,14 @@ def test_rows_that_see_nothing_are_zero_and_minus_infinity():
     found = answers(terms, Asked(0, range(1), (1,), keys_of(pattern, 16, 1, 0, 1)), with_dq=True)
     assert not found["out"].value.any()
     assert found["lse"].value.item() == -math.inf
-    got = torch.tensor([[-math.inf]])
-    assert all(float(x) == 0 for x in checks.row_errors(got, found["lse"], torch.float32, is_lse=True))
-    assert float(checks.row_errors(torch.zeros(1, 1), found["lse"], torch.float32, is_lse=True)[0]) == math.inf
-    assert (
-        float(checks.row_errors(torch.full((1, 4), math.nan), found["out"], torch.float32, is_lse=False)[0]) == math.inf
-    )
+
+    def errors(got, name):
+        nothing = checks.Result(torch.zeros_like(found[name].value))
+        return checks.row_errors(got, found[name], torch.float32, nothing, is_lse=name == "lse")
+
+    assert all(float(x) == 0 for x in errors(torch.tensor([[-math.inf]]), "lse"))
+    assert float(errors(torch.zeros(1, 1), "lse").found) == math.inf
+    assert float(errors(torch.full((1, 4), math.nan), "out").found) == math.inf
 
 
 # ---------------------------------------------------------------------------------------- what a rank finds
@@ -260,18 +266,27 @@ CASES = [
 ]
 
 
-def by_engine(made, rank, monkeypatch):
-    """Everything that one rank finds, and all gradients that it sends."""
+QUANTITIES = ["out", "lse", "dq"] + [
+    f"{kind}, {whose}" for whose in ("own rows", "with what came home", "rows of others") for kind in ("dk", "dv")
+]
+
+
+def by_engine(one, monkeypatch):
+    """(everything that one rank finds with all gradients that it sends, who judges it)."""
     kept = []
-    monkeypatch.setattr(run, "sampled_numbers", lambda count, samples, seed: list(range(count)))
-    monkeypatch.setattr(checks.Judge, "both", lambda self, found, *rest: kept.append(found) or [])
-    replay(made)
+
+    def every_number(task, rank, leaving, samples, seed):
+        return list(range(sum(parcel.vectors for parcel in leaving)))
+
+    monkeypatch.setattr(run, "sampled_sent", every_number)
+    monkeypatch.setattr(checks.Judge, "both", lambda self, found, *rest: kept.append((found, self)) or [])
+    replay(one)
     return kept[0]
 
 
 @pytest.mark.parametrize(("pattern", "schedule", "layout"), CASES)
 def test_ranks_replayed_one_by_one_are_the_ring(pattern, schedule, layout, monkeypatch):
-    """out, lse and dq are those of `simulate`, bit by bit; the contributions of all ranks add up to dk and dv."""
+    """out, lse and dq are those of `simulate`, bit by bit; what all ranks added to what came adds up to dk and dv."""
     ranks = 4
     one = setting(pattern, tokens=131, ranks=ranks, node_ranks=2, schedule=schedule, layout=layout, batch=2, seed=9)
     draw = Numbers(9, 16, CPU)
@@ -289,16 +304,18 @@ def test_ranks_replayed_one_by_one_are_the_ring(pattern, schedule, layout, monke
     dk, dv = (torch.zeros(k.shape, dtype=torch.float64) for _ in "kv")
     shards = deal(layout, 131, ranks).shards
     for rank in range(ranks):
-        found = by_engine(Setting(**{**vars(one), "rank": rank}), rank, monkeypatch)
+        found, judge = by_engine(Setting(**{**vars(one), "rank": rank}), monkeypatch)
         held = [position for piece in shards[rank] for position in piece]
         assert torch.equal(found.out, sim.out.detach()[:, held])
         assert torch.equal(found.lse, sim.lse.detach()[:, :, held])
         assert torch.equal(found.dq, q.grad[:, held])
-        dk[:, held] += found.dk
-        dv[:, held] += found.dv
-        for sent in found.sent:
-            dk[sent.batch, sent.position, sent.kv_head] += sent.dk
-            dv[sent.batch, sent.position, sent.kv_head] += sent.dv
+        own = [Vector(b, p, h) for b in range(2) for p in held for h in range(2)]
+        mine = zip(own, found.dk.view(-1, 16), found.dv.view(-1, 16), strict=True)
+        everything = [*mine, *found.sent]
+        brought = judge.gradients.brought(judge.arriving, [key for key, _, _ in everything])
+        for number, ((batch, position, head), some_dk, some_dv) in enumerate(everything):
+            dk[batch, position, head] += some_dk - brought["dk"][number]
+            dv[batch, position, head] += some_dv - brought["dv"][number]
     torch.testing.assert_close(dk, k.grad.double(), atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(dv, v.grad.double(), atol=2e-6, rtol=1e-5)
 
@@ -308,9 +325,13 @@ def test_ranks_replayed_one_by_one_are_the_ring(pattern, schedule, layout, monke
 def test_every_check_holds(pattern, schedule, layout, dtype):
     found = replay(setting(pattern, node_ranks=4, schedule=schedule, layout=layout, dtype=dtype), samples=12)
     assert found.ok, [check for check in found.checks if not check.ok]
-    assert [check.quantity for check in found.checks[:3]] == ["out", "lse", "dq"]
-    assert len(found.checks) == 7
-    assert all(len(check.rows) >= 12 for check in found.checks)
+    quantities = [check.quantity for check in found.checks]
+    assert quantities[:9] == QUANTITIES
+    assert set(quantities[9:]) <= {"dk, only passed on", "dv, only passed on"}
+    assert all(len(check.rows) >= 12 for check in found.checks[:5])
+    assert all(len(check.rows) >= 2 for check in found.checks[5:])
+    if dtype == torch.bfloat16:
+        assert all(check.allowed < 0.01 for check in found.checks)
     for phase in found.phases.values():
         assert phase.bytes_agree
         assert phase.bytes_sent > 0
@@ -349,7 +370,7 @@ def test_rows_of_every_branch_are_sampled():
     """A random row is in the branch of rate 16 once in 16 times, and visitors' keys are seen there alone."""
     made = make(setting(DILATED, tokens=4096, ranks=64, rank=40))
     shard = made.task.queries.shards[40]
-    vectors = checks.sampled_rows(made.task, shard, 40, 0)
+    vectors = sampling.sampled_rows(made.task, shard, 40, 0)
     assert {shard[0][0], shard[-1][-1]} <= {vector.position for vector in vectors}
     far = [v for v in vectors if any(r.step == 16 for r in keys_of(DILATED, 4096, v.position, v.kv_head, 2))]
     assert len(far) >= 4
@@ -359,15 +380,15 @@ def test_rows_of_every_branch_are_sampled():
 def test_sampled_rows_are_as_many_as_asked_for():
     made = make(setting(tokens=4096, ranks=4, rank=1))
     shard = made.task.queries.shards[1]
-    vectors = checks.sampled_rows(made.task, shard, 64, 0)
+    vectors = sampling.sampled_rows(made.task, shard, 64, 0)
     rows = {vector.position for vector in vectors}
     assert 64 <= len(rows) <= 68
     assert {end for piece in shard for end in (piece[0], piece[-1])} <= rows
     assert len(vectors) == 2 * len(rows)
-    assert checks.sampled_rows(made.task, shard, 10**9, 0)[-1].position == shard[-1][-1]
-    assert checks.sampled_numbers(1000, 8, 0)[0] == 0
-    assert checks.sampled_numbers(0, 8, 0) == []
-    assert checks.sampled_numbers(3, 8, 0) == [0, 1, 2]
+    assert sampling.sampled_rows(made.task, shard, 10**9, 0)[-1].position == shard[-1][-1]
+    assert sampling.sampled_numbers(1000, 8, 0)[0] == 0
+    assert sampling.sampled_numbers(0, 8, 0) == []
+    assert sampling.sampled_numbers(3, 8, 0) == [0, 1, 2]
 
 
 def test_the_forward_alone():
@@ -449,7 +470,8 @@ def test_a_billion_dilated_tokens_are_planned(tokens):
     """Shards of 10 ** 9 begin anywhere within segments."""
     made = make(a_billion(tokens=tokens))
     phase = run.Phase("backward")
-    assert run._count(made, phase) > 0
+    run._count(made, phase)
+    assert all(map(len, run._gradients(made)))
     assert made.schedule.name == "exchange"
     assert 0 < phase.planned_received < 2**20
     run._predict(made, a_billion(tokens=tokens), [phase])

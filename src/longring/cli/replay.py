@@ -53,7 +53,8 @@ def replay(
         typer.Option(
             parser=options.a_count("--repeats"),
             metavar="COUNT",
-            help="Runs of each pass; the time is the median of all but the first.",
+            help="Measured runs of each pass; the time is their median. On a GPU one comes before them, unless it "
+            "would take long; where none did, the first of several does not count.",
         ),
     ] = 1,
     seed: options.Seed = 0,
@@ -66,9 +67,10 @@ def replay(
     """One rank of a ring of any size, for real, on this device.
 
     The rank's true schedule, kernels and buffers run over its full share. The keys and values of all other ranks are
-    generated from (seed, position) as they are due, so that no tensor of the whole sequence exists anywhere. Sampled
-    rows of the output, of dq, and of the rank's contributions to dk and dv are held against the float64 definition,
-    which is computed from the same generator; time, memory and bytes stand beside their prediction.
+    generated from (seed, position) as they are due, and so are the gradients that others would have found; no tensor
+    of the whole sequence exists anywhere. Sampled rows of the output, of dq, and of dk and dv as the rank keeps or
+    sends them are held against the float64 definition, which is computed from the same generator; time, memory and
+    bytes stand beside their prediction.
 
     \b
         longring replay --tokens 1M --ranks 64

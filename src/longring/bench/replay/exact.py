@@ -1,8 +1,10 @@
 """The float64 definition for a few queries or keys, from drawn numbers, a chunk of the other side at a time.
 
-Beside each value stands what its error budget is made of: the same sums in the precision under test, every
-intermediate rounded to it (`rough`), and with every term taken positive (`large`); and its *size*, the root of the sum
-of its terms' squares, by which rows are made comparable: those that see a million keys have small outputs.
+Beside each value stands what its error budgets are made of: the same sums in the precision under test, every
+intermediate rounded to it (`rough`); as a fused kernel of 16 bits computes them, which rounds the weights and the
+gradients of scores that go into a matrix product, and nothing else before the result (`fused`); and with every term
+taken positive (`large`). And its *size*, the root of the sum of its terms' squares, by which rows are made comparable:
+those that see a million keys have small outputs.
 Scores need no running maximum: of numbers up to 3 ** 0.5 they stay far below what a float32 can exponentiate.
 """
 
@@ -36,6 +38,10 @@ class Terms(NamedTuple):
         """Whether it has 16 bits; more are computed in float32 here, which stands for float64 too."""
         return self.dtype.itemsize == 2
 
+    def cast(self, x: Tensor) -> Tensor:
+        """As they are kept in the dtype, with its range: small numbers of float16 lose bits."""
+        return x.to(self.dtype).to(x.dtype) if self.is_narrow else x
+
     def rounded(self, x: Tensor) -> Tensor:
         """The float32 numbers to the bits of the dtype, whatever their exponents."""
         if not self.is_narrow:
@@ -51,6 +57,7 @@ class Judged(NamedTuple):
 
     value: Tensor
     rough: Tensor
+    fused: Tensor  # the result is not rounded yet
     large: Tensor
     size: Tensor
 
@@ -64,68 +71,96 @@ class Sum:
 
     def __init__(self, *shape: int, device: torch.device) -> None:
         self.value = torch.zeros(shape, dtype=torch.float64, device=device)
-        self.rough, self.large = (torch.zeros(shape, dtype=torch.float32, device=device) for _ in range(2))
+        self.rough, self.fused, self.large = (torch.zeros(shape, dtype=torch.float32, device=device) for _ in range(3))
         self.squares = torch.zeros(shape[:-1], dtype=torch.float64, device=device)
 
     def add(self, by: Coefficients, rows: Tensor) -> None:
+        single = rows.float()
         self.value += by.exact @ rows
-        self.rough += by.rough @ rows.float()
-        self.large += by.large @ rows.abs().float()
+        self.rough += by.rough @ single
+        self.fused += by.fused @ single
+        self.large += by.large @ single.abs()
         self.squares += (by.squares @ rows.square().sum(-1, keepdim=True)).squeeze(-1)
 
-    def judged(self, terms: Terms, over: tuple[Tensor, Tensor] | None = None) -> Judged:
-        """Divided by what normalises it, exactly and roughly, if there is such a thing."""
-        exact, rough = (torch.ones_like(x[..., :1]) for x in (self.value, self.rough))
-        if over is not None:
-            exact, rough = (_seen(x).unsqueeze(-1) for x in over)
-        value, near, large = self.value / exact, terms.rounded(self.rough / rough), self.large / exact.float()
-        size = self.squares.sqrt() / exact.squeeze(-1)
-        return Judged(value.flatten(0, -2), near.flatten(0, -2), large.flatten(0, -2), size.flatten())
+    def judged(self, terms: Terms, over: Totals | None = None) -> Judged:
+        """Divided by what normalises it, each in its own way, if there is such a thing."""
+        over = over or Totals(*(torch.ones_like(x[..., 0]) for x in (self.value, self.fused, self.rough)))
+        exact, single, narrow = (_seen(x).unsqueeze(-1) for x in over)
+        return Judged(
+            (self.value / exact).flatten(0, -2),
+            terms.rounded(self.rough / narrow).flatten(0, -2),
+            (self.fused / single).flatten(0, -2),
+            (self.large / exact.float()).flatten(0, -2),
+            (self.squares.sqrt() / exact.squeeze(-1)).flatten(),
+        )
+
+
+class Totals(NamedTuple):
+    """Sums of exp(score): exactly, in float32, and of scores that were rounded to the dtype."""
+
+    exact: Tensor
+    single: Tensor
+    narrow: Tensor
 
 
 class Coefficients(NamedTuple):
+    exact: Tensor
+    rough: Tensor
+    fused: Tensor
+    large: Tensor
+    squares: Tensor
+
+
+class Weights(NamedTuple):
+    """exactly, roughly, and in float32."""
+
+    exact: Tensor
+    rough: Tensor
+    single: Tensor
+
+    def coefficients(self, fused: Tensor) -> Coefficients:
+        return Coefficients(self.exact, self.rough, fused, self.exact.float(), self.exact.square())
+
+
+class Delta(NamedTuple):
+    """rowsum(dout * out): exactly, roughly, from the rounded result, with every term taken positive, and squared."""
+
+    exact: Tensor
+    rough: Tensor
+    fused: Tensor
+    large: Tensor
+    squares: Tensor
+
+    @classmethod
+    def of(cls, dout: Tensor, out: Tensor, rough_out: Tensor, kept_out: Tensor) -> Delta:
+        return cls(
+            (dout * out).sum(-1),
+            (dout.float() * rough_out).sum(-1),
+            (dout.float() * kept_out).sum(-1),
+            (dout.abs() * out.abs()).sum(-1).float(),
+            (dout * out).square().sum(-1),
+        )
+
+
+class Products(NamedTuple):
+    """dout . v, likewise."""
+
     exact: Tensor
     rough: Tensor
     large: Tensor
     squares: Tensor
 
 
-def _of_weights(exact: Tensor, rough: Tensor) -> Coefficients:
-    return Coefficients(exact, rough, exact.float(), exact.square())
-
-
-class Delta(NamedTuple):
-    """rowsum(dout * out): exactly, roughly, and with every term taken positive."""
-
-    exact: Tensor
-    rough: Tensor
-    large: Tensor
-
-    @classmethod
-    def of(cls, dout: Tensor, out: Tensor, rough_out: Tensor) -> Delta:
-        return cls(
-            (dout * out).sum(-1),
-            (dout.float() * rough_out).sum(-1),
-            (dout.abs() * out.abs()).sum(-1).float(),
-        )
-
-
-class Products(NamedTuple):
-    """dout . v, likewise; its sign does not matter in the last."""
-
-    exact: Tensor
-    rough: Tensor
-    large: Tensor
-
-
-def _of_scores(terms: Terms, weights: Coefficients, products: Products, delta: Delta) -> Coefficients:
-    """What the gradient of a score is: scale * weight * (dout . v - delta)."""
+def _of_scores(terms: Terms, weights: Weights, products: Products, delta: Delta) -> Coefficients:
+    """What the gradient of a score is: scale * weight * (dout . v - delta). A fused kernel scales the sum of them."""
     scale = terms.scale
     return Coefficients(
         scale * weights.exact * (products.exact - delta.exact),
         terms.rounded(scale * terms.rounded(weights.rough * (terms.rounded(products.rough) - delta.rough))),
-        scale * weights.large * (products.large + delta.large),
-        scale**2 * weights.squares * (products.exact.square() + delta.exact.square()),
+        scale * terms.cast(weights.single * (products.rough - delta.fused)),
+        scale * weights.exact.float() * (products.large + delta.large),
+        # of their terms: by chance the sums themselves may be nearly 0, and what was rounded in them is not
+        scale**2 * weights.exact.square() * (products.squares + delta.squares),
     )
 
 
@@ -145,23 +180,24 @@ class Asked(NamedTuple):
 def answers(terms: Terms, asked: Asked, *, with_dq: bool) -> dict[str, Judged]:
     """out, lse and dq of the queries, in the order of kv heads, then positions, then query heads of a kv head."""
     q = _queries(terms, asked, "q")
-    out, total = Sum(*q.shape, device=q.device), torch.zeros(q.shape[:2], dtype=torch.float64, device=q.device)
-    single, narrow = (torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device) for _ in range(2))
+    out, kinds = Sum(*q.shape, device=q.device), (torch.float64, torch.float32, torch.float32)
+    total = Totals(*(torch.zeros(q.shape[:2], dtype=dtype, device=q.device) for dtype in kinds))
     for k, v, seen in _keys(terms, asked):
-        exact, plain, rough = _exponentials(terms, q, k, seen)
-        total += exact.sum(-1)
-        single += plain.sum(-1)
-        narrow += rough.sum(-1)
-        out.add(_of_weights(exact, terms.rounded(rough)), v)
-    found = {"out": out.judged(terms, (total, narrow)), "lse": _lse(total, single)}
+        exact, single, rough = _exponentials(terms, q, k, seen)
+        for one, some in zip(total, (exact, single, rough), strict=True):
+            one += some.sum(-1)
+        # a kernel's weights are at most 1 here, whatever those of this sum are
+        out.add(Weights(exact, terms.rounded(rough), single).coefficients(terms.rounded(single)), v)
+    found = {"out": out.judged(terms, total), "lse": _lse(total)}
     if not with_dq:
         return found
     dout, dq = _queries(terms, asked, "dout"), Sum(*q.shape, device=q.device)
-    delta = Delta.of(dout, out.value / _seen(total)[..., None], out.rough / _seen(narrow)[..., None])
+    by = Totals(*(_seen(x).unsqueeze(-1) for x in total))
+    delta = Delta.of(dout, out.value / by.exact, out.rough / by.narrow, terms.cast(out.fused / by.single))
     delta = Delta(*(x.unsqueeze(-1) for x in delta))
     for k, v, seen in _keys(terms, asked):
-        exact, _, rough = _exponentials(terms, q, k, seen)
-        weights = _of_weights(exact / _seen(total)[..., None], terms.rounded(rough / _seen(narrow)[..., None]))
+        exact, single, rough = _exponentials(terms, q, k, seen)
+        weights = Weights(exact / by.exact, terms.rounded(rough / by.narrow), single / by.single)
         dq.add(_of_scores(terms, weights, _products(dout, v), delta), k)
     return found | {"dq": dq.judged(terms)}
 
@@ -227,8 +263,9 @@ def _exponentials(terms: Terms, q: Tensor, k: Tensor, seen: Tensor | None) -> tu
 
 
 def _products(dout: Tensor, v: Tensor) -> Products:
-    single = dout.float(), v.float()
-    return Products(dout @ v.mT, single[0] @ single[1].mT, single[0].abs() @ single[1].abs().mT)
+    mine, theirs = dout.float(), v.float()
+    squares = (mine.square() @ theirs.square().mT).double()
+    return Products(dout @ v.mT, mine @ theirs.mT, mine.abs() @ theirs.abs().mT, squares)
 
 
 def _seen(total: Tensor) -> Tensor:
@@ -236,10 +273,11 @@ def _seen(total: Tensor) -> Tensor:
     return total.masked_fill(total == 0, 1.0)
 
 
-def _lse(total: Tensor, single: Tensor) -> Judged:
-    value, rough = (x.log().flatten().unsqueeze(1) for x in (total, single))
+def _lse(total: Totals) -> Judged:
+    """In float32 whatever the inputs are."""
+    value, rough = (x.log().flatten().unsqueeze(1) for x in (total.exact, total.single))
     large = torch.where(value > -torch.inf, value.abs() + 1.0, 0.0)
-    return Judged(value, rough, large.float(), large.squeeze(1))
+    return Judged(value, rough, rough, large.float(), large.squeeze(1))
 
 
 # ------------------------------------------------------------------------------------------------------ keys
@@ -278,18 +316,19 @@ def contributions(terms: Terms, key: Key, rows: Rows, local: Local) -> dict[str,
             out, lse = rows.at(key.batch, at, head)
             weights = _known_weights(terms, q, k, lse)
             products = Products(*(x.mT for x in _products(dout, v)))
-            delta = Delta(*(x.unsqueeze(0) for x in Delta.of(dout, out, out.float())))
-            dv.add(weights, dout)
+            delta = Delta.of(dout, out, out.float(), terms.cast(out.float()))
+            delta = Delta(*(x.unsqueeze(0) for x in delta))
+            dv.add(weights.coefficients(terms.cast(weights.single)), dout)
             dk.add(_of_scores(terms, weights, products, delta), q)
     return {"dk": dk.judged(terms), "dv": dv.judged(terms)}
 
 
-def _known_weights(terms: Terms, q: Tensor, k: Tensor, lse: Tensor) -> Coefficients:
+def _known_weights(terms: Terms, q: Tensor, k: Tensor, lse: Tensor) -> Weights:
     """[1, queries]."""
     exact = (terms.scale * (k @ q.mT) - lse).exp_()
     raw = k.float() @ q.float().mT
     rough = (terms.rounded(terms.scale * terms.rounded(raw)) - lse.float()).exp_()
-    return _of_weights(exact, terms.rounded(rough))
+    return Weights(exact, terms.rounded(rough), (terms.scale * raw - lse.float()).exp_())
 
 
 class Local:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from ...autograd import attended, differentiated
 from ...call import Call, Choice, check_pattern, check_scale, choose_kernel, make_journey, pick_schedule
 from ...errors import ArgumentError, LongringError
 from ...geometry.layouts import deal
+from ...geometry.parcels import Parcel
 from ...geometry.patterns import Pattern, Problem
 from ...geometry.task import Task
 from ...kernels.contract import Upstream
@@ -30,14 +32,20 @@ from ...schedules.buffers import release_buffers
 from ...schedules.select import check_schedule
 from ...transport.ledger import Ledger
 from ...transport.replay import FOLLOWED, Replay, check_followed
-from .checks import Check, Judge, Results, sampled_numbers, sampled_rows
+from .checks import Check, Judge, Results
 from .clock import Clock
 from .exact import Terms
+from .gradients import Gradients
 from .numbers import Numbers
 from .pairs import check_known
-from .peers import MadeUp, positions_of
+from .peers import MadeUp
+from .places import positions_of
+from .sampling import sampled_own, sampled_rows, sampled_sent
 
 PRODUCTS = {"forward": 2, "backward": 5}  # matrix products for each pair: QK and PV; then QK again, dP, dQ, dK, dV
+LONG = 10.0  # seconds of a pass that is too dear to be run once for nothing
+LEAST_PACE = 1e13  # FLOP/s of a GPU whose rates are not known
+WAYS = attrgetter("sends"), attrgetter("receives")
 MOST_TOKENS = 1 << 43  # positions that the generator tells apart
 
 Watch = Callable[[str, int, int], None]
@@ -75,14 +83,19 @@ class Made(NamedTuple):
     call: Call
     door: Replay
     numbers: Numbers
+    gradients: Gradients
     terms: Terms
 
 
 @dataclass
 class Phase:
-    """One pass. Seconds of every run without what it took to make the others up, which is `made_up`."""
+    """One pass. Seconds of every run without what it took to make the others up, which is `made_up`.
+
+    `is_warm`: it was run once before, unmeasured, so that nothing is compiled any more.
+    """
 
     name: str
+    is_warm: bool = False
     runs: list[float] = field(default_factory=list)
     made_up: list[float] = field(default_factory=list)
     peak_bytes: int = 0
@@ -97,8 +110,11 @@ class Phase:
 
     @property
     def seconds(self) -> float:
-        """The median; where there are several runs without the first, which also compiles and takes memory."""
-        return statistics.median(self.runs[1:] or self.runs)
+        """The median; where there are several runs without the very first, which also compiles and takes memory."""
+        return statistics.median(self._counted(self.runs))
+
+    def _counted(self, runs: list[float]) -> list[float]:
+        return runs if self.is_warm else runs[1:] or runs
 
     @property
     def bytes_agree(self) -> bool:
@@ -108,7 +124,8 @@ class Phase:
         return {
             "seconds": self.seconds,
             "runs": self.runs,
-            "made_up_seconds": statistics.median(self.made_up[1:] or self.made_up),
+            "warmed_up": self.is_warm,
+            "made_up_seconds": statistics.median(self._counted(self.made_up)),
             "flops": self.flops,
             "tflops": self.flops / self.seconds / 1e12 if self.seconds else None,
             "peak_bytes": self.peak_bytes,
@@ -164,7 +181,11 @@ class Replayed:
             "is not part of the time; no link was used, and nothing waited for one."
         )
         if "backward" in self.phases:
-            said += " Their gradients were taken as zero, so that what the rank sent is its own contribution."
+            said += (
+                " The gradients that they would have found were made up as well, from (seed, sender, position), about "
+                "as large as the rank's own and for every second of its own rows; what the rank sent, and what it "
+                "kept, must be these and its own contribution together."
+            )
         return said
 
     def to_json(self) -> dict[str, Any]:
@@ -200,21 +221,22 @@ def replay(
     watch("planning", 0, 1)
     made = make(setting, watch)
     phases = [Phase("forward")] if forward_only else [Phase("forward"), Phase("backward")]
-    sent_gradients = 0
     for phase in phases:
-        sent_gradients += _count(made, phase)
+        _count(made, phase)
     notes, hardware = [], _predict(made, setting, phases)
-    keep = sampled_numbers(sent_gradients, samples, setting.seed)
+    leaving, arriving = ([], []) if forward_only else _gradients(made)
+    keep = sampled_sent(made.task, setting.rank, leaving, samples, setting.seed)
     with torch.no_grad():
         found = _run(made, setting, phases, keep, repeats)
         release_buffers()
-        judge = Judge(made.task, setting.rank, made.terms, watch)
-        own_queries, own_keys = (layout.shards[setting.rank] for layout in (made.task.queries, made.task.keys))
-        vectors = sampled_rows(made.task, own_queries, samples, setting.seed + 1)
+        judge = Judge(made.task, setting.rank, made.terms, made.gradients, arriving, watch)
+        vectors = sampled_rows(made.task, made.task.queries.shards[setting.rank], samples, setting.seed + 1)
         if forward_only:
             checks = judge.forward(found, vectors)
         else:
-            checks = judge.both(found, vectors, sampled_rows(made.task, own_keys, samples, setting.seed + 2))
+            own = sampled_own(made.task, setting.rank, made.gradients, arriving, samples, setting.seed + 2)
+            checks = judge.both(found, vectors, own)
+    notes += [_first_run(phase) for phase in phases if _was_cold(setting.device, phase)]
     if not vectors:
         notes.append("this rank holds no token: there is nothing to check")
     return Replayed(
@@ -259,7 +281,9 @@ def make(setting: Setting, watch: Watch = lambda what, done, of: None) -> Made:
     journey = make_journey(task, door, kernel, schedule.name, scale, None)
     numbers = Numbers(setting.seed, setting.head_dim, setting.device)
     terms = Terms(numbers, setting.dtype, task.share, scale)
-    return Made(task, layout, schedule, kernel_choice, Call(journey, schedule, kernel_choice), door, numbers, terms)
+    gradients = Gradients(task, setting.rank, numbers)
+    call = Call(journey, schedule, kernel_choice)
+    return Made(task, layout, schedule, kernel_choice, call, door, numbers, gradients, terms)
 
 
 def _schedule(setting: Setting, task: Task, like: Tensor) -> Choice:
@@ -285,16 +309,21 @@ def _steps_of(task: Task, watch: Watch) -> Callable[[str, int], None]:
     return lambda phase, posts: watch(phase, posts, max(task.ranks - 1, posts))
 
 
-def _count(made: Made, phase: Phase) -> int:
-    """What the plan says of the phase; how many vectors of gradients are sent in it."""
+def _count(made: Made, phase: Phase) -> None:
+    """What the plan says of the phase."""
     task, rank, d = made.task, made.door.rank, made.numbers.d
-    item, sent_gradients = made.terms.dtype.itemsize, 0
+    item = made.terms.dtype.itemsize
     for post in made.door.posts(phase.name):
         phase.planned_sent += _bytes(post.sends, d, item)
         phase.planned_received += _bytes(post.receives, d, item)
-        sent_gradients += sum(parcel.vectors for _, parcel in post.sends if parcel.kind == "gradients")
     phase.flops = PRODUCTS[phase.name] * 2 * d * pairs(task, rank) * task.share
-    return sent_gradients
+
+
+def _gradients(made: Made) -> tuple[list[Parcel], list[Parcel]]:
+    """(those that the rank sends, those that it is brought)."""
+    posts = made.door.posts("backward")
+    leaving, arriving = ([p for post in posts for _, p in way(post) if p.kind == "gradients"] for way in WAYS)
+    return leaving, arriving
 
 
 def _bytes(parcels: tuple[tuple[int, Any], ...], head_dim: int, itemsize: int) -> int:
@@ -355,8 +384,7 @@ def _run(made: Made, setting: Setting, phases: list[Phase], keep: list[int], rep
         def forward() -> tuple[Tensor, Tensor]:
             return attended(made.call, q, k, v)
 
-        out, lse = _timed(made, setting, phases[0], forward, repeats, ())[0]
-        phases[0].peak_bytes = peak()
+        out, lse = _measured(made, setting, phases[0], forward, repeats, (), peak)[0]
         if len(phases) == 1:
             return Results(out, lse)
         dout = _own(made, setting, "dout")
@@ -364,19 +392,56 @@ def _run(made: Made, setting: Setting, phases: list[Phase], keep: list[int], rep
         def backward() -> tuple[Tensor, Tensor, Tensor]:
             return differentiated(made.call, Upstream(dout, None, out, lse), q, k, v)
 
-        (dq, dk, dv), peers = _timed(made, setting, phases[1], backward, repeats, keep)
-        phases[1].peak_bytes = peak()
+        (dq, dk, dv), peers = _measured(made, setting, phases[1], backward, repeats, keep, peak)
     return Results(out, lse, dq, dk, dv, peers.kept)
 
 
+def _measured(
+    made: Made,
+    setting: Setting,
+    phase: Phase,
+    run: Callable[[], Any],
+    repeats: int,
+    keep: Sequence[int],
+    peak: Callable[[], int],
+) -> tuple[Any, MadeUp]:
+    phase.is_warm = _is_warmed_up(setting.device, phase)
+    if phase.is_warm:
+        made.door.peers = MadeUp(made.task, made.numbers, made.gradients, Clock(setting.device))
+        run()
+    peak()  # what was held to draw the rank's rows, or to compile, is not the pass's own
+    found = _timed(made, setting, phase, run, repeats, keep)
+    phase.peak_bytes = peak()
+    return found
+
+
+def _is_warmed_up(device: torch.device, phase: Phase) -> bool:
+    """Where kernels are compiled at their first call: unless a run takes long, beside which compiling does not."""
+    if device.type != "cuda":
+        return False
+    expected = phase.flops / LEAST_PACE if phase.predicted_seconds is None else phase.predicted_seconds
+    return expected < LONG
+
+
+def _was_cold(device: torch.device, phase: Phase) -> bool:
+    return device.type == "cuda" and not phase.is_warm and len(phase.runs) == 1
+
+
+def _first_run(phase: Phase) -> str:
+    return (
+        f"the only run of the {phase.name} was also the first one, and its time includes what is compiled and "
+        "allocated then; --repeats 2 leaves that out"
+    )
+
+
 def _timed(
-    made: Made, setting: Setting, phase: Phase, run: Callable[[], Any], repeats: int, keep: Any
+    made: Made, setting: Setting, phase: Phase, run: Callable[[], Any], repeats: int, keep: Sequence[int]
 ) -> tuple[Any, MadeUp]:
     result = peers = None
     for _ in range(repeats):
         result = None  # freed before it is made anew
         clock = Clock(setting.device)
-        peers = made.door.peers = MadeUp(made.task, made.numbers, clock, keep)
+        peers = made.door.peers = MadeUp(made.task, made.numbers, made.gradients, clock, keep)
         with clock.running():
             result = run()
         seconds, made_up = clock.seconds()
