@@ -92,9 +92,23 @@ def _spans(task: Task, piece: range, ranks: Iterable[range]) -> Iterator[Span]:
     views, firsts, lasts = _sorted_views(task)
     candidates = views if firsts is None else views[bisect_left(lasts, piece[0]) : bisect_right(firsts, piece[-1])]
     asked = tuple(ranks)
+    if sum(map(len, asked)) < len(candidates):
+        by_rank = _views_by_rank(task)
+        candidates = [view for some in asked for views in by_rank[some.start : some.stop] for view in views]
     for first, last, rank in candidates:
         if any(rank in some for some in asked):
             yield Span(first, last)
+            if first <= piece[0] and piece[-1] <= last:  # nothing is left to be seen
+                return
+
+
+@lru_cache(maxsize=256)
+def _views_by_rank(task: Task) -> list[list[_View]]:
+    found: list[list[_View]] = [[] for _ in range(task.queries.ranks)]
+    for view in _views(task):
+        if view.first <= view.last:
+            found[view.rank].append(view)
+    return found
 
 
 @lru_cache(maxsize=256)

@@ -6,19 +6,16 @@ come: nearly everything changes at every step, and so it is told step by step.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property, partial
-from itertools import pairwise
+from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Protocol
 
 from ..geometry.itinerary import Lane
 from ..geometry.parcels import Share
-from ..geometry.patterns import Span
 from ..geometry.routes import DoubleRing
-from ..geometry.task import Task
 from .event_lists import Arithmetic, Row
 from .event_rows import Move
+from .event_views import Views
 
 
 class Rounds(Protocol):
@@ -71,9 +68,10 @@ class _Asked:
         """For every round the owners of whose rows somebody in the round's node might see some."""
         route = self._route
         found: list[set[int]] = [set() for _ in range(route.nodes)]
-        for node, owners in enumerate(_owners_seen(self._lane.task, route.inner)):
-            for owner in owners:
-                found[route.direction * (node - owner // route.inner) % route.nodes].add(owner)
+        views = Views(self._lane.task)
+        for rank in range(route.size):
+            for owner in views.owners(rank):
+                found[route.direction * (rank // route.inner - owner // route.inner) % route.nodes].add(owner)
         return found
 
     @cached_property
@@ -85,21 +83,6 @@ class _Asked:
         return found[:0:-1]
 
 
-def _owners_seen(task: Task, inner: int) -> Iterator[set[int]]:
-    """For every node, who holds a position between the first and the last that a piece of its queries sees."""
-    pieces = sorted((piece[0], piece[-1], owner) for owner, shard in enumerate(task.keys.shards) for piece in shard)
-    firsts, lasts = [piece[0] for piece in pieces], [piece[1] for piece in pieces]
-    if any(a > b for a, b in pairwise(lasts)):  # combs: any of them may reach that far
-        lasts = [max(lasts)] * len(lasts)
-    for first in range(0, task.ranks, inner):
-        found: set[int] = set()
-        for rank in range(first, first + inner):
-            for view in _views(task, rank):
-                some = pieces[bisect_left(lasts, view.first) : bisect_right(firsts, view.last)]
-                found.update(owner for _, _, owner in some)
-        yield found
-
-
 class _Horizons:
     """Where ranks see everything up to a horizon, rows that several see are those up to the furthest of theirs."""
 
@@ -107,7 +90,7 @@ class _Horizons:
         assert isinstance(lane.route, DoubleRing)
         self._layout, self._route, self._arithmetic = lane.task.keys, lane.route, arithmetic
         self._each = lane.task.problem.batch * lane.task.problem.kv_heads
-        self._horizons = arithmetic.of(map(partial(_horizon, lane.task), range(lane.route.size)))
+        self._horizons = arithmetic.of(map(Views(lane.task).horizon, range(lane.route.size)))
         self._nothing = arithmetic.of([-1] * lane.route.size)
 
     def rows(self, step: int) -> Row:
@@ -176,17 +159,3 @@ class _Horizons:
         for round_ in reversed(range(self._route.nodes)):
             found.append(self._arithmetic.larger(self._from(round_, 0), found[-1]))
         return found[:0:-1]
-
-
-def _horizon(task: Task, rank: int) -> int:
-    """The last key that one of the rank's queries sees, or -1."""
-    return max((view.last for view in _views(task, rank)), default=-1)
-
-
-def _views(task: Task, rank: int) -> Iterator[Span]:
-    """From where to where queries of the rank see, piece by piece."""
-    shift = task.problem.offset
-    for piece in task.queries.shards[rank]:
-        view = task.pattern.sees(task.problem, piece[0] + shift, piece[-1] + shift)
-        if view.first <= view.last:
-            yield view

@@ -25,6 +25,7 @@ from .event_lists import Arithmetic, Messages, Row
 from .event_pace import Pace, Tiles
 from .event_rounds import Rounds, rounds
 from .event_rows import AnyFreight, Changes, Freight, FreshFreight, Move, Strip
+from .event_views import Views
 from .links import Lines
 
 
@@ -372,6 +373,7 @@ class Sources:
     def __init__(self, task: Task) -> None:
         self.task = task
         self._segments = _Segments(task) if _Segments.can(task) else None
+        self._views = Views(task)
         self._runs: dict[int, list[tuple[range, Tiles]]] = {}
         self._vectors: dict[int, float] = {}
 
@@ -387,7 +389,18 @@ class Sources:
         elif self._segments is not None:
             yield from self._segments.runs(rank)
         else:
-            yield from ((range(i, i + 1), tiles_between(task, rank, i)) for i in range(task.ranks))
+            yield from self._one_by_one(rank)
+
+    def _one_by_one(self, rank: int) -> Iterator[tuple[range, Tiles]]:
+        """Those of whose keys the rank could see some, and runs of the others."""
+        at = 0
+        for source in sorted(self._views.owners(rank)):
+            if at < source:
+                yield range(at, source), ()
+            yield range(source, source + 1), tiles_between(self.task, rank, source)
+            at = source + 1
+        if at < self.task.ranks:
+            yield range(at, self.task.ranks), ()
 
     def desks(self, rank: int) -> Iterator[Desks]:
         for sources, tiles in self.runs(rank):
