@@ -32,11 +32,16 @@ class Answers:
         return _speakers(self.task)
 
     def forward(self) -> Iterator[Post[Delivery]]:
-        return self._told("partial answers")
+        return iter(self._answers)
 
     def backward(self) -> Iterator[Post[Delivery]]:
         """Gradients of keys and values are at home where they are found; those of queries are summed."""
         return self._told("partial gradients")
+
+    @cached_property
+    def _answers(self) -> tuple[Post[Delivery], ...]:
+        """Of all layers of a model, which ask alike."""
+        return tuple(self._told("partial answers"))
 
     def _told(self, kind: str) -> Iterator[Post[Delivery]]:
         others = [rank for rank in range(self.task.ranks) if rank != self.rank]

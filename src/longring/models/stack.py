@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..call import Dealing, is_replicated
 from ..errors import ArgumentError
+from ..nn.cache import Cache
 from ..nn.checks import check_bools, check_positive, check_size, spoken
 from ..nn.layers import DecoderLayer, EncoderLayer, FeedForward
 from ..nn.multihead import Multihead, held_positions
 from ..nn.positions import Angles, Rotary, XPos
 from ..numerics.online_softmax import accumulator_dtype
 from ..sharding import Sharding
+from .generation import Words, generate, last_token
 
 
 class Stack(nn.Module):
@@ -52,36 +55,60 @@ class Stack(nn.Module):
         self,
         x: Tensor,
         *,
-        sharding: Sharding | None = None,
+        sharding: Dealing | None = None,
         documents: Any = None,
         lengths: Any = None,
         positions: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
-        angles = self._angles(x, sharding, positions)
+        if cache is not None:
+            self._admit(x, sharding, positions, cache)
+        elif is_replicated(sharding):
+            raise ArgumentError("sharding='replicated' is for tokens that add to a cache: pass a longring.nn.Cache")
+        angles = self._angles(x, sharding, positions, cache)
         told = {"sharding": sharding, "documents": documents, "lengths": lengths, "positions": angles}
         x = x if self.embedding_scale == 1 else self.embedding_scale * x
         x = x if self.embedding_norm is None else self.embedding_norm(x)
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
+            if cache is not None:
+                told["cache"] = cache.layer(number)
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False, **told)  # type: ignore[assignment]
             else:
                 x = layer(x, **told)
         return x if self.norm is None else self.norm(x)
 
-    def _angles(self, x: Tensor, sharding: Sharding | None, positions: Tensor | None) -> Angles | None:
+    def _admit(self, x: Tensor, sharding: Dealing | None, positions: Tensor | None, cache: Cache) -> None:
+        if not isinstance(cache, Cache):
+            raise ArgumentError(f"cache must be a longring.nn.Cache, got {type(cache).__name__}")
+        if positions is not None:
+            raise ArgumentError("positions were given with a cache, which knows where its tokens stand")
+        cache.admit(x.shape[1], sharding)
+
+    def _angles(
+        self, x: Tensor, sharding: Dealing | None, positions: Tensor | None, cache: Cache | None
+    ) -> Angles | None:
         if self.positions is None:
             if positions is not None:
                 raise ArgumentError("positions were given, but this model has no rotary embedding to use them")
             return None
         if positions is None:
-            length = x.shape[1] if sharding is None else sharding.length
+            length = _whole_length(x, sharding, cache)
             if isinstance(self.positions, XPos) and length > self.positions.length:
                 raise ArgumentError(f"{length:,} tokens, but xPos was made for a length of {self.positions.length:,}")
             positions = held_positions(x, sharding)
+            if is_replicated(sharding):
+                positions += length - x.shape[1]
         return self.positions.at(positions, dtype=accumulator_dtype(x.dtype))
 
     def extra_repr(self) -> str:
         return "checkpoint_activations=True" if self.checkpoint_activations else ""
+
+
+def _whole_length(x: Tensor, sharding: Dealing | None, cache: Cache | None) -> int:
+    if cache is not None:
+        return cache.length
+    return sharding.length if isinstance(sharding, Sharding) else x.shape[1]
 
 
 class LanguageModel(nn.Module):
@@ -90,6 +117,10 @@ class LanguageModel(nn.Module):
     forward(tokens) gives logits [batch, n, vocabulary] of these tokens, which are this rank's part of the sequence
     where `sharding` says so. `documents` are boundaries of packed documents and `lengths` how many tokens of each
     row are not padding, both of the whole sequence; `positions` are those of the sharding unless given.
+
+    With a `cache`, a longring.nn.Cache, tokens are read into it: first a prompt, of which the logits [batch, 1,
+    vocabulary] of its last token come out, the same on every rank; then, with sharding="replicated", tokens that every
+    rank has, and their logits.
     """
 
     def __init__(
@@ -111,16 +142,28 @@ class LanguageModel(nn.Module):
         self,
         tokens: Tensor,
         *,
-        sharding: Sharding | None = None,
+        sharding: Dealing | None = None,
         documents: Any = None,
         lengths: Any = None,
         positions: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         check_tokens(tokens)
         told = {"sharding": sharding, "documents": documents, "lengths": lengths, "positions": positions}
-        x = self.stack(self.embedding(tokens), **told)
+        x = self.stack(self.embedding(tokens), **told, cache=cache)
+        if cache is not None and not isinstance(sharding, str):
+            x = last_token(x, sharding, timeout=self.timeout)
         # not one parameter under two names, which would be two after a stay on the meta device
         return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+
+    def generate(self, tokens: Tensor, **words: Unpack[Words]) -> Tensor:
+        """Further tokens [batch, up to new_tokens], the same on every rank: words as for `longring.models.generate`."""
+        return generate(self, tokens, **words)
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds after which a silent rank is an error, as the layers have it."""
+        return self.stack.layers[0].attention.attention.timeout  # type: ignore[union-attr]
 
 
 def check_tokens(tokens: Tensor) -> None:

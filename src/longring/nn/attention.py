@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..branches import refuse_contradictions
-from ..call import check_scale
+from ..call import Dealing, check_scale, is_replicated
 from ..errors import ArgumentError, PatternError
 from ..functional import CAUSAL, attention, dilated_attention, tabled
 from ..geometry.patterns import Dense, Dilated, PaddingApart, Pattern
@@ -23,7 +23,7 @@ from ..transport.select import transport_for
 class Where(TypedDict, total=False):
     """Which tokens these are: what differs from call to call, as `longring.attention` takes it."""
 
-    sharding: Sharding | None
+    sharding: Dealing | None
     kv_sharding: Sharding | None
     group: Any
     layout: str | None
@@ -102,7 +102,11 @@ class Attention(nn.Module):
         return self._attend(q, k, v, pattern, where)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, where: Where) -> Any:
-        return attention(q, k, v, pattern=pattern, **where, **self.options)
+        return attention(q, k, v, pattern=pattern, **where, **self._options_for(where))
+
+    def _options_for(self, where: Where) -> Options:
+        """A schedule says how keys come to queries that are dealt; to those that every rank has, none come."""
+        return {**self.options, "schedule": "auto"} if is_replicated(where.get("sharding")) else self.options
 
     def extra_repr(self) -> str:
         usual = {"schedule": "auto", "kernel": "auto", "scale": None, "deterministic": False, "timeout": None}
@@ -188,7 +192,7 @@ class DilatedAttention(Attention):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, where: Where) -> Any:
         words = {field.name: getattr(pattern, field.name) for field in fields(pattern)}
         mixing = {"mixing_gradient": self.mixing_gradient, "compat": self.compat}
-        return dilated_attention(q, k, v, **words, **mixing, **where, **self.options)  # type: ignore[call-overload]
+        return dilated_attention(q, k, v, **words, **mixing, **where, **self._options_for(where))  # type: ignore[call-overload]
 
     def _words(self) -> dict[str, Any]:
         mixing = {"mixing_gradient": self.mixing_gradient, "compat": self.compat}

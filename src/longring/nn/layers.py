@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import ArgumentError
+from ..call import Dealing
+from ..errors import ArgumentError, NotBuilt
 from ..geometry.patterns import Dense
 from ..sharding import Sharding
 from .attention import Attention
+from .cache import LayerCache
 from .checks import check_bools, check_positive, check_size
 from .multihead import Multihead
 from .norms import make_norm
@@ -247,23 +249,30 @@ class DecoderLayer(_Layer):
         x: Tensor,
         memory: Tensor | None = None,
         *,
-        sharding: Sharding | None = None,
+        sharding: Dealing | None = None,
         documents: Any = None,
         lengths: Any = None,
         positions: Tensor | Angles | None = None,
         memory_sharding: Sharding | None = None,
         memory_lengths: Any = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
-        """x [batch, n, embed_dim] and memory [batch, m, memory_dim], each this rank's tokens where it is sharded."""
+        """x [batch, n, embed_dim] and memory [batch, m, memory_dim], each this rank's tokens where it is sharded.
+
+        With a `cache`, whose `Cache` has admitted x, keys and values are kept there; x that is "replicated" also
+        attends to what was kept before.
+        """
 
         def attend(x: Tensor) -> Tensor:
             told = {"sharding": sharding, "documents": documents, "lengths": lengths, "positions": positions}
-            return self.attention(x, **told)[0]
+            return self.attention(x, **told, cache=cache)[0]
 
         def look(x: Tensor) -> Tensor:
             told = {"sharding": sharding, "kv_sharding": memory_sharding, "lengths": memory_lengths}
             return self.cross_attention(x, memory, **told)[0]  # type: ignore[misc]
 
+        if cache is not None and self.cross_attention is not None:
+            raise NotBuilt("a cache for a layer with cross_attention=True is not built")
         self._check_memory(memory, memory_sharding, memory_lengths, sharding)
         x = self._residual(x, attend, self.attention_norm)
         if self.cross_attention_norm is not None:
@@ -271,7 +280,7 @@ class DecoderLayer(_Layer):
         return self._residual(x, self.feedforward, self.feedforward_norm)
 
     def _check_memory(
-        self, memory: Tensor | None, memory_sharding: Sharding | None, memory_lengths: Any, sharding: Sharding | None
+        self, memory: Tensor | None, memory_sharding: Sharding | None, memory_lengths: Any, sharding: Dealing | None
     ) -> None:
         if self.cross_attention is None:
             if memory is not None or memory_sharding is not None or memory_lengths is not None:

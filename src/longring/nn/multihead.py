@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..call import check_offset
+from ..call import Dealing, check_offset, is_replicated
 from ..errors import ArgumentError, NotBuilt
 from ..geometry.patterns import Dense
 from ..sharding import Sharding
 from .attention import Attention, DilatedAttention, Options
+from .cache import LayerCache
 from .checks import check_bools, check_positive, check_size
 from .positions import Angles, Rotary
 
@@ -150,13 +151,14 @@ class Multihead(nn.Module):
         need_weights: bool = False,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
-        sharding: Sharding | None = None,
+        sharding: Dealing | None = None,
         kv_sharding: Sharding | None = None,
         documents: Any = None,
         lengths: Any = None,
         query_offset: int | None = None,
         positions: Tensor | Angles | None = None,
         key_positions: Tensor | Angles | None = None,
+        cache: LayerCache | None = None,
     ) -> tuple[Tensor, None]:
         """(out, None) for query [batch, n, embed_dim]; key and value are the query unless given.
 
@@ -164,16 +166,22 @@ class Multihead(nn.Module):
                            right; it is read on the host. `lengths`, one number for each row, says the same.
         attn_mask:         none but torch's causal mask, with is_causal=True.
         is_causal:         this call is causal, whatever the module is.
-        sharding:          query (and kv_sharding: key and value) is this rank's part, as `Sharding.shard` gives it.
+        sharding:          query (and kv_sharding: key and value) is this rank's part, as `Sharding.shard` gives it;
+                           "replicated" where every rank has the same, whole query.
         documents:         boundaries of packed documents.
         query_offset:      query i stands at position i + query_offset; by default the last query meets the last key.
         positions:         where queries stand, for rotary embeddings, instead of their places in the whole sequence;
                            key_positions likewise, and the same as the queries' where there is no key.
+        cache:             of this layer, whose `Cache` has admitted these tokens: keys and values are kept there, and
+                           tokens that are "replicated" also attend to what was kept before.
         """
         try:
             check_bools(is_causal=is_causal)
             if need_weights:
                 raise NotBuilt("need_weights=True: weights are never in memory, all at once or otherwise; pass False")
+            if cache is not None:
+                self._check_cache(key, documents, lengths, query_offset)
+                kv_sharding = cache.sharding if is_replicated(sharding) else None
             key, value = self._check_inputs(query, key, value)
             whole = _Whole.of(query, key, sharding, kv_sharding)
             lengths = _understood_masks(key_padding_mask, attn_mask, is_causal, lengths, query.shape[0], whole)
@@ -182,10 +190,16 @@ class Multihead(nn.Module):
                 key_positions = positions
             offset = check_offset(query_offset, whole.queries, whole.keys)
             q = self._turned(q, positions, sharding, offset)
-            k = self._turned(k, key_positions, kv_sharding or sharding, 0, keys=True)
+            if cache is None:
+                k = self._turned(k, key_positions, kv_sharding or sharding, 0, keys=True)
+            else:
+                k = self._turned(k, key_positions, sharding, offset, keys=True)
+                cache.take(k, v)
+                k, v = (cache.keys, cache.values) if is_replicated(sharding) else (k, v)
         except ArgumentError as error:
-            if isinstance(sharding, Sharding):
-                sharding.transport.decline(error)  # or the others would wait for this rank's attention
+            dealt = kv_sharding if is_replicated(sharding) else sharding
+            if isinstance(dealt, Sharding):
+                dealt.transport.decline(error)  # or the others would wait for this rank's attention
             raise
         out = self.attention(
             q,
@@ -205,7 +219,7 @@ class Multihead(nn.Module):
         self,
         x: Tensor,
         positions: Tensor | Angles | None,
-        sharding: Sharding | None,
+        sharding: Dealing | None,
         offset: int,
         *,
         keys: bool = False,
@@ -217,6 +231,16 @@ class Multihead(nn.Module):
             return x
         at = held_positions(x, sharding) + offset if positions is None else positions
         return self.positions(x, at, keys=keys)
+
+    def _check_cache(self, key: Tensor | None, documents: Any, lengths: Any, query_offset: int | None) -> None:
+        if key is not None:
+            raise ArgumentError("a cache keeps the keys of the queries themselves, but a key was given")
+        given = {"documents": documents, "lengths": lengths, "query_offset": query_offset}
+        for name, value in given.items():
+            if value is not None:
+                raise NotBuilt(f"{name}={value!r} with a cache is not built: it holds one document, from its start on")
+        if getattr(self.attention, "compat", None) is not None:
+            raise NotBuilt("compat='torchscale' with a cache: what it computes depends on the whole length")
 
     def _check_inputs(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
         if key is None and value is not None:
@@ -372,19 +396,26 @@ class _Whole(NamedTuple):
     keys: int
 
     @classmethod
-    def of(cls, query: Tensor, key: Tensor, sharding: Sharding | None, kv_sharding: Sharding | None) -> _Whole:
+    def of(cls, query: Tensor, key: Tensor, sharding: Dealing | None, kv_sharding: Sharding | None) -> _Whole:
         if sharding is None:
             return cls(query.shape[1], key.shape[1])
-        for name, given in (("sharding", sharding), ("kv_sharding", kv_sharding or sharding)):
-            if not isinstance(given, Sharding):
-                raise ArgumentError(f"{name} must be a longring.Sharding, got {given!r}")
+        if is_replicated(sharding):
+            if not isinstance(kv_sharding, Sharding):
+                raise ArgumentError("sharding='replicated' needs kv_sharding, for who holds which keys, or a cache")
+            return cls(query.shape[1], kv_sharding.length)
         keys = sharding if kv_sharding is None else kv_sharding
+        if not isinstance(sharding, Sharding):
+            raise ArgumentError(f"sharding must be a longring.Sharding, got {sharding!r}")
+        if not isinstance(keys, Sharding):
+            raise ArgumentError(f"kv_sharding must be a longring.Sharding, got {keys!r}")
         return cls(sharding.length, keys.length)
 
 
-def held_positions(x: Tensor, sharding: Sharding | None) -> Tensor:
+def held_positions(x: Tensor, sharding: Dealing | None) -> Tensor:
     """Places of x's tokens in the whole sequence, on x's device."""
-    if sharding is None or sharding.local_length != x.shape[1]:  # the attention refuses that, and tells other ranks
+    if not isinstance(sharding, Sharding):
+        return torch.arange(x.shape[1], device=x.device)
+    if sharding.local_length != x.shape[1]:  # the attention refuses that, and tells other ranks
         return torch.arange(x.shape[1], device=x.device)
     return sharding.positions.to(x.device)
 
