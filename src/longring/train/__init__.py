@@ -1,0 +1,1 @@
+"""The training job: long sequences, many ranks, and nothing lost."""
