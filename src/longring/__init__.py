@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from . import models as models
     from . import nn as nn
     from .errors import ArgumentError as ArgumentError
+    from .errors import CheckpointError as CheckpointError
     from .errors import Disagreement as Disagreement
     from .errors import KernelRefusal as KernelRefusal
     from .errors import LayoutError as LayoutError
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ArgumentError": "errors",
+    "CheckpointError": "errors",
     "Dense": "geometry.patterns",
     "Dilated": "geometry.patterns",
     "Disagreement": "errors",

@@ -7,6 +7,7 @@ LongringError
 │   ├── KernelRefusal                    the kernel asked for by name cannot compute this exactly
 │   ├── ScheduleRefusal                  the schedule asked for by name cannot run here
 │   └── NotBuilt                         a known feature of attention that longring does not have yet
+├── CheckpointError        (RuntimeError) a checkpoint could not be written, or cannot be trusted
 ├── NotFinite              (ArithmeticError) a tile gave nan or inf; looked for with LONGRING_DEBUG=1 alone
 └── TransportError         (RuntimeError) a tensor did not reach the rank it was sent to
     ├── PeerLost                         another rank failed, or stayed silent until the timeout
@@ -46,6 +47,10 @@ class ScheduleRefusal(ArgumentError):
 
 class NotBuilt(ArgumentError):
     """A known feature of attention that longring does not have yet: refused, never ignored."""
+
+
+class CheckpointError(LongringError, RuntimeError):
+    """A checkpoint could not be written, or cannot be trusted. Those that were there before are as they were."""
 
 
 class NotFinite(LongringError, ArithmeticError):

@@ -1,0 +1,105 @@
+"""One run saves into a folder. Its rank 0 holds a lock there for as long as it lives, however it ends."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import time
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+from ...errors import CheckpointError
+
+LOCK = "lock"
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+
+
+class _Claim(NamedTuple):
+    lock: int  # an open file
+    process: int  # whose it is: a forked child has the file too, but not the right
+
+
+_held: dict[Path, _Claim] = {}
+
+
+def claim(folder: Path) -> bool:
+    """See to it that nobody else saves into the folder until this process ends, or `release` is called.
+
+    False where the file system has no locks, so that nothing is known of others.
+    """
+    folder = folder.resolve()
+    if _is_ours(folder):
+        return True
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        has_locks = _locked(lock, folder)
+    except BaseException:
+        os.close(lock)
+        raise
+    if not has_locks:
+        os.close(lock)
+        return False
+    _sign(lock)
+    _held[folder] = _Claim(lock, os.getpid())
+    return True
+
+
+def release(folder: Path) -> None:
+    """Let another process save into the folder. A process that ends need not do this."""
+    held = _held.pop(folder.resolve(), None)
+    if held is not None:
+        os.close(held.lock)
+
+
+def _is_ours(folder: Path) -> bool:
+    held = _held.get(folder)
+    if held is None or held.process != os.getpid():
+        return False
+    try:
+        is_there = os.path.samestat(os.fstat(held.lock), os.stat(folder / LOCK))
+    except FileNotFoundError:  # the folder was removed, and made anew
+        is_there = False
+    if not is_there:
+        release(folder)
+    return is_there
+
+
+def _locked(lock: int, folder: Path) -> bool:
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        raise CheckpointError(
+            f"another run saves into {folder}: {_owner(lock)}; give this run a folder of its own, or end that one"
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        warnings.warn(
+            f"the file system of {folder} has no locks ({error.strerror}): see to it yourself that no other run saves "
+            "there; what killed runs left behind is not removed",
+            stacklevel=2,
+        )
+        return False
+
+
+def _sign(lock: int) -> None:
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    owner = {"process": os.getpid(), "host": socket.gethostname(), "since": since}
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, json.dumps(owner).encode() + b"\n", 0)
+
+
+def _owner(lock: int) -> str:
+    try:
+        owner = json.loads(os.pread(lock, 1000, 0))
+        return f"process {owner['process']} on {owner['host']}, since {owner['since']}"
+    except (ValueError, KeyError, TypeError):
+        return "it has not said who it is"

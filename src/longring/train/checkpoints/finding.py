@@ -1,0 +1,134 @@
+"""Finding the newest checkpoint that can be trusted, and saying why newer ones cannot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...errors import ArgumentError
+from . import manifest
+from .manifest import Damaged, Manifest
+from .meeting import Meeting
+from .names import DELETING, REPLACED, SAVING, Entry, entries
+
+_WHY = {
+    SAVING: "it was not finished: its writer was ended, or is at it now",
+    DELETING: "it was being deleted",
+}
+
+
+class Skipped(NamedTuple):
+    name: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest complete checkpoint of a folder, if there is one, and what was passed over for it."""
+
+    folder: Path
+    path: Path | None = None
+    manifest: Manifest | None = None
+    skipped: tuple[Skipped, ...] = field(default=())
+
+    def __bool__(self) -> bool:
+        return self.path is not None
+
+    @property
+    def step(self) -> int:
+        return self._trusted.step
+
+    @property
+    def ranks(self) -> int:
+        """How many wrote it."""
+        return self._trusted.ranks
+
+    @property
+    def about(self) -> dict[str, Any]:
+        return self._trusted.about
+
+    @property
+    def _trusted(self) -> Manifest:
+        if self.manifest is None:
+            raise ArgumentError(f"there is no complete checkpoint in {self.folder}")
+        return self.manifest
+
+    def describe(self) -> str:
+        """For the user: a line for what was found, and one for each that was skipped."""
+        if self.manifest is None:
+            first = f"no complete checkpoint in {self.folder}"
+        else:
+            ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
+            first = f"step {self.step} is the newest complete checkpoint in {self.folder}, written by {ranks}"
+        return "\n".join([first, *(f"skipped {name}: {why}" for name, why in self.skipped)])
+
+
+def find(folder: Path, *, group: Any = None, timeout: float | None = None) -> Found:
+    """The newest checkpoint in `folder` whose every file is there with its size and checksum.
+
+    With a `group` all its ranks call it, share the reading, and get the same answer. No folder is no checkpoint.
+    """
+    folder = Path(folder)
+    meeting = Meeting(group, timeout=timeout)
+    candidates: list[_Candidate] = meeting.hold(
+        f"looking for checkpoints in {folder}", lambda: None, lambda _: [_look(folder)] * meeting.ranks
+    )
+    skipped: list[Skipped] = []
+    for candidate in candidates:
+        damage = _damage(candidate, meeting)
+        if not damage:
+            return Found(folder, candidate.path, candidate.manifest, tuple(skipped))
+        skipped.append(Skipped(candidate.path.name, damage))
+    return Found(folder, skipped=tuple(skipped))
+
+
+class _Candidate(NamedTuple):
+    path: Path
+    manifest: Manifest | None  # None: it cannot be trusted, and here is why
+    damage: str = ""
+
+
+def _look(folder: Path) -> list[_Candidate]:
+    """Newest first."""
+    if not folder.exists():
+        return []
+    if not folder.is_dir():
+        raise ArgumentError(f"{folder} is a file; checkpoints are in a folder")
+    return [_candidate(entry) for entry in entries(folder)]
+
+
+def _candidate(entry: Entry) -> _Candidate:
+    try:
+        return _Candidate(entry.path, _trusted(entry))
+    except Damaged as why:
+        return _Candidate(entry.path, None, str(why))
+
+
+def _trusted(entry: Entry) -> Manifest:
+    if entry.fate not in (None, REPLACED):
+        raise Damaged(_WHY[entry.fate])
+    trusted = manifest.get(entry.path)
+    if trusted.step != entry.step:
+        raise Damaged(f"its manifest is that of step {trusted.step}: it was renamed")
+    return trusted
+
+
+def _damage(candidate: _Candidate, meeting: Meeting) -> str:
+    """What is wrong with it, in all ranks' eyes, of whom each reads a share of the files."""
+    path, trusted = candidate.path, candidate.manifest
+    if trusted is None:
+        return candidate.damage
+    return meeting.hold(
+        f"reading {path}",
+        lambda: _damage_of(path, trusted, sorted(trusted.files)[meeting.rank :: meeting.ranks]),
+        lambda reports: ["; ".join(filter(None, reports))] * meeting.ranks,
+    )
+
+
+def _damage_of(path: Path, trusted: Manifest, names: list[str]) -> str:
+    try:
+        manifest.check_sums(path, trusted, names)
+    except Damaged as why:
+        return str(why)
+    return ""
