@@ -38,8 +38,20 @@ def lines_of(ranks, node_ranks, links_out=8, links=None) -> Lines:
 @settings(max_examples=60)
 def test_a_ring_of_rings_is_told_as_each_owner_tells_it(kind, task, data):
     inner = data.draw(st.sampled_from([n for n in range(1, task.ranks + 1) if task.ranks % n == 0]))
+    check_rounds(task, inner, kind(lines_of(task.ranks, inner)))
+
+
+@BOTH
+@pytest.mark.parametrize("inner", [2, 4, 8])
+def test_who_held_rows_at_home_added_nothing_that_travels(kind, inner):
+    """Ranks in no order: the next host sees nothing of them, and one behind it everything."""
+    order = (2, 0, 3, 1, 6, 4, 7, 5)
+    mixed = Layout(64, tuple((range(8 * place, 8 * place + 8),) for place in order))
+    check_rounds(Task(Dense(), Problem(1, 64, 64, 1, 0), mixed, mixed), inner, kind(lines_of(8, inner)))
+
+
+def check_rounds(task, inner, rows):
     lane = double_ring(task, 0, inner).lanes[0]
-    rows = kind(lines_of(task.ranks, inner))
     told = rounds(lane, rows)
     for step in range(1, task.ranks):
         for what, ask in ((told.rows, lane.carried), (told.following, lane.onward), (told.returning, lane.homeward)):
