@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -161,6 +162,20 @@ def test_any_number_of_ranks_in_any_layout_has_the_same_sequences(folder, ranks,
             assert torch.equal(tokens, expected.tokens)
             assert torch.equal(targets, expected.targets)
             assert documents == expected.documents
+
+
+def seen_by_a_process(folder, layout):
+    return [
+        (tokens.tolist(), targets.tolist(), documents)
+        for tokens, targets, documents in seen(dist.group.WORLD, folder, layout)
+    ]
+
+
+@pytest.mark.processes
+def test_real_ranks_have_them_too(folder):
+    alone = [Sequences(open_corpus(folder), context=203, seed=11).sequence(number) for number in range(3)]
+    expected = [(tokens.tolist(), targets.tolist(), documents) for tokens, targets, documents in alone]
+    assert lr.launch(seen_by_a_process, folder, "zigzag", ranks=3, timeout=100) == [expected] * 3
 
 
 def test_a_pickled_copy_gives_the_same(folder):

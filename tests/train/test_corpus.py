@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from longring.errors import ArgumentError
 from longring.train import fasta, files
 from longring.train.corpus import open_corpus
+from longring.train.fasta import write_fasta
 from longring.train.token_files import write_tokens
 
 
@@ -222,6 +223,21 @@ def test_fasta_of_many_blocks_keeps_its_case_unless_told(tmp_path):
     assert texts(upper) == [sequence.upper() for sequence in sequences]
     assert bytes(kept.tokens(0, 131_000, 131_333)) == sequences[0][131_000:131_333]
     assert kept.describe().startswith("genome.fna: 3 documents, 370,002 tokens, in 1 FASTA file of ")
+
+
+def test_a_few_letters_of_a_long_sequence_are_a_short_read(tmp_path, monkeypatch):
+    write_fasta(tmp_path / "a.fa", [b"ACGT" * 500_000])
+    corpus = open_corpus(tmp_path / "a.fa")
+    read = []
+
+    def counted(file, start, stop):
+        read.append(stop - start)
+        return files.read_bytes(file, start, stop)
+
+    monkeypatch.setattr(fasta, "read_bytes", counted)
+    for start in range(0, 2_000_000, 99_999):
+        assert bytes(corpus.tokens(0, start, start + 4)) in b"ACGTACGT"
+    assert max(read) <= 2 * fasta.BETWEEN
 
 
 def test_headers_with_nothing_below_are_counted(tmp_path):

@@ -58,65 +58,80 @@ class Indexed:
 
 def index_fasta(file: File, *, upper: bool) -> Indexed:
     """One pass, in blocks, of which none is kept."""
-    letters, offsets = array("q"), array("q")  # eight bytes a number, not an object
-    starts = array("q")
-    held = 0  # letters before this place
-    at = 0
-    in_header, at_line_start, begun = False, True, False
-
-    def note(offset: int) -> None:
-        letters.append(held)
-        offsets.append(offset)
-
+    walk = Walk(file)
     for block in stream(file, block=BETWEEN):
-        place = 0
-        if begun and not in_header:
-            note(at)
-        while place < len(block):
-            if in_header:
-                end = block.find(b"\n", place)
-                if end < 0:
-                    break
-                in_header, at_line_start, place = False, True, end + 1
-                starts.append(held)
-                note(at + place)
-                continue
-            header = _next_header(block, place, at_line_start)
-            found = len(block[place:header].translate(None, _NO_LETTER))
-            if found and not begun:
-                raise ArgumentError(f"{file.path} does not begin with a header line, as FASTA does: '>' and a name")
-            held += found
-            if header > place:
-                at_line_start = block[header - 1] == ord("\n")
-            if header < len(block):
-                if begun:
-                    note(at + header)
-                in_header, begun, header = True, True, header + 1
-            place = header
-        at += len(block)
-    if in_header:  # the file ends in it
-        starts.append(held)
-        note(at)
-    note(at)
-    return _settled(file, upper, letters, offsets, starts, held)
-
-
-def _next_header(block: bytes, place: int, at_line_start: bool) -> int:
-    """Where the next line that is a header begins, or the end of the block."""
-    if at_line_start and block.startswith(b">", place):
-        return place
-    found = block.find(b"\n>", place)
-    return len(block) if found < 0 else found + 1
-
-
-def _settled(
-    file: File, upper: bool, letters: array[int], offsets: array[int], starts: array[int], held: int
-) -> Indexed:
-    fasta = Fasta(file, np.array(letters, np.int64), np.array(offsets, np.int64), upper)
-    places = np.array(starts, np.int64)
-    lengths = np.diff(places, append=held)
+        walk.over(block)
+    walk.end()
+    places = np.array(walk.starts, np.int64)
+    lengths = np.diff(places, append=walk.seen)
     filled = lengths > 0
+    fasta = Fasta(file, np.array(walk.letters, np.int64), np.array(walk.offsets, np.int64), upper)
     return Indexed(fasta, places[filled], lengths[filled], int((~filled).sum()))
+
+
+class Walk:
+    """Block after block through a file, whose headers and lines end anywhere in them."""
+
+    def __init__(self, file: File) -> None:
+        self.file = file
+        self.letters, self.offsets = array("q"), array("q")  # eight bytes a number, where a list has an object
+        self.starts = array("q")  # letters before each document
+        self.seen = 0  # letters so far
+        self.at = 0  # bytes before this block
+        self.in_header = False
+        self.at_line_start = True
+        self.has_begun = False
+
+    def over(self, block: bytes) -> None:
+        if self.has_begun and not self.in_header:
+            self._note(0)
+        place = 0
+        while place < len(block):
+            place = self._header(block, place) if self.in_header else self._letters(block, place)
+        self.at += len(block)
+
+    def end(self) -> None:
+        if self.in_header:
+            self._start(0)
+        self._note(0)
+
+    def _header(self, block: bytes, place: int) -> int:
+        """Past the header's end, where a document starts."""
+        end = block.find(b"\n", place) + 1
+        if not end:
+            return len(block)
+        self.in_header, self.at_line_start = False, True
+        self._start(end)
+        return end
+
+    def _letters(self, block: bytes, place: int) -> int:
+        """Into the next header, behind its '>'."""
+        stop = self._next_header(block, place)
+        found = len(block[place:stop].translate(None, _NO_LETTER))
+        if found and not self.has_begun:
+            raise ArgumentError(f"{self.file.path} does not begin with a header line, as FASTA does: '>' and a name")
+        self.seen += found
+        if stop == len(block):
+            self.at_line_start = block.endswith(b"\n")
+            return stop
+        if self.has_begun:
+            self._note(stop)
+        self.in_header = self.has_begun = True
+        return stop + 1
+
+    def _next_header(self, block: bytes, place: int) -> int:
+        if self.at_line_start and block.startswith(b">", place):
+            return place
+        found = block.find(b"\n>", place)
+        return len(block) if found < 0 else found + 1
+
+    def _start(self, place: int) -> None:
+        self.starts.append(self.seen)
+        self._note(place)
+
+    def _note(self, place: int) -> None:
+        self.letters.append(self.seen)
+        self.offsets.append(self.at + place)
 
 
 def write_fasta(path: Path, sequences: Iterable[Any], *, width: int = 60) -> None:
