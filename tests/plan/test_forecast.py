@@ -272,7 +272,9 @@ def test_a_ring_hides_from_the_length_that_it_says():
     )
     assert longer.computing > longer.moving
     assert shorter.computing < shorter.moving
-    assert estimated(question, "gather", "zigzag").forward.hides_from is None
+    gathered = estimated(question, "gather", "zigzag").forward
+    assert gathered.waiting == pytest.approx(gathered.unhidden)
+    assert gathered.hides_from == pytest.approx(8192 * 49 * gathered.unhidden / gathered.computing, abs=1)
 
 
 def test_memory_is_what_a_rank_holds_and_what_other_layers_keep(million):

@@ -285,6 +285,7 @@ def _as_json(told: dict[str, Any], found: Forecast) -> dict[str, Any]:
         "memory_bytes": found.question.memory_bytes,
         "choices": [_choice_as_json(one) for one in found.choices],
         "recommended": {"schedule": best.schedule, "layout": best.layout, "fits": best.fits, "reason": found.reason},
+        "auto": None if found.auto is None else asdict(found.auto),
         "left_out": list(found.left_out),
     }
 
@@ -329,6 +330,7 @@ def _pass_as_json(one: Pass, components: dict[str, int]) -> dict[str, Any]:
         "seconds": one.seconds,
         "computing_seconds": one.computing,
         "moving_seconds": one.moving,
+        "unhidden_seconds": one.unhidden,
         "is_played": one.is_played,
         "hidden": one.hidden,
         "is_hidden": one.is_hidden,

@@ -17,7 +17,7 @@ from ..plan.quantities import spoken_bytes, spoken_seconds
 from .screen import WIDTH
 
 if TYPE_CHECKING:
-    from ..plan.forecast import Choice, Fewest, Forecast, Longest, Pass, Question
+    from ..plan.forecast import Auto, Choice, Fewest, Forecast, Longest, Pass, Question
     from ..plan.hardware import Hardware
 
 COUNTED = (
@@ -33,6 +33,8 @@ def print_forecast(found: Forecast, *, begins_with: str = "", ends_with: str = "
     if begins_with:
         _print(begins_with, "")
     _print(f"Take {best.schedule}, {best.layout}: {found.reason}.", "", is_bold=True)
+    if found.auto is not None and found.auto.schedule != best.schedule:
+        _print(_auto(found.auto, best), "")
     work = (_tera(each.flops) for each in (best.forward, best.backward))
     _print("A layer is {} TFLOP forward and {} backward a rank, on average.".format(*work), "")
     _print_times(found)
@@ -96,8 +98,10 @@ def _bold(text: str) -> str:
 
 
 def _rule() -> str:
+    """A line where there are letters for it; Python speaks UTF-8 even where the locale asks for plain ASCII."""
+    locale = next(filter(None, map(os.environ.get, ("LC_ALL", "LC_CTYPE", "LANG"))), "")
     try:
-        "─".encode(sys.stdout.encoding or "ascii")
+        "─".encode("ascii" if locale in ("C", "POSIX") else sys.stdout.encoding or "ascii")
     except UnicodeError:
         return "-"
     return "─"
@@ -174,6 +178,15 @@ def number(enough: Fewest) -> str:
     )
 
 
+def _auto(auto: Auto, best: Choice) -> str:
+    """What happens where nobody says which schedule to take."""
+    lost = "as fast, by this forecast" if auto.is_as_good else f"{auto.slower:.0%} slower, by this forecast"
+    return (
+        f'Say schedule="{best.schedule}": schedule="auto", which estimates for {auto.machine}, would take '
+        f"{auto.schedule}, {lost}."
+    )
+
+
 def length(question: Question, furthest: Longest) -> str:
     """How long a sequence may be."""
     by = f"by {furthest.schedule}, {furthest.layout}"
@@ -202,8 +215,8 @@ def _small_print(found: Forecast) -> list[str]:
         f"moved, held: by rank {asked}, {counted}; a step: the most of one. balance: the most work of a few ranks, "
         "over the mean of all. TFLOP/s of a rank, and efficiency (against one rank that could hold everything): "
         "forward and backward together.",
-        "hides: forward/backward, whether less than 2 % of the time is waiting; from: tokens a rank from which on "
-        "computing takes longer than moving.",
+        "hides: forward/backward, whether less than 2 % of the time is waiting; from: tokens a rank from which on that "
+        "is so, if computing grows by one power of them more than what is waited for.",
         *(f"Left out: {line}." for line in found.left_out),
         COUNTED,
         f"Rates of {found.question.hardware.name}: {found.question.hardware.sources['forward_flops']}.",
@@ -211,7 +224,7 @@ def _small_print(found: Forecast) -> list[str]:
     if not all(one.is_played for one in found.choices):
         told.insert(
             0,
-            "~ is the longer of computing and moving, or their sum where one cannot hide the other. What has no ~ was "
+            "~ is the sum over the steps of a few ranks, each step as long as computing or moving. What has no ~ was "
             "played, event by event, on a model of all ranks and links; --play-all plays every row.",
         )
     return told
@@ -268,7 +281,12 @@ def _moving_cells(one: Choice, where: Sequence[str]) -> list[str]:
 
 
 def _from(one: Pass) -> str:
-    return "-" if one.hides_from is None else f"{one.hides_from:,}"
+    if one.hides_from is None:
+        return "-"
+    for unit, size, least in (("M", 10**6, 10**7), ("K", 10**3, 10**5)):
+        if one.hides_from >= least:
+            return f"{one.hides_from / size:,.0f}{unit}"
+    return f"{one.hides_from:,}"
 
 
 OWN = {"q, k, v": ("q", "k", "v"), "out, lse,\ndout": ("out", "lse", "dout"), "dq, dk,\ndv": ("dq", "dk", "dv")}

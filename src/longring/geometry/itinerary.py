@@ -167,7 +167,7 @@ class Lane:
         return Parcel(stride * sender + first, stride * receiver + first, owner, shares, kind) if shares else None
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def _rows_seen(lane: Lane, owner: int, steps: range) -> tuple[range, ...]:
     """Rows of the lane's portion that hosts of these steps see; rows and both ways of gradients ask it in turn."""
     first = lane.first_row(owner)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..geometry.patterns import Dense, Pattern
 from ..geometry.task import Task
 from .cost import Estimate, estimates, typical
 
-MARGIN = 1.1  # estimates are rough: by less than this nobody is faster
+MARGIN = 1.05  # estimates are rough: by less than this nobody is faster
 
 
 def choose_layout(pattern: Pattern, length: int) -> tuple[str, str]:
@@ -26,7 +28,7 @@ def choose_layout(pattern: Pattern, length: int) -> tuple[str, str]:
 def choose_schedule(
     task: Task, *, head_dim: int = 64, itemsize: int = 2, node_ranks: int | None = None, machine: str = "cuda"
 ) -> tuple[str, str]:
-    """(schedule, reason): of those that are fastest by estimate the one that moves least, the ring if alike."""
+    """(schedule, reason): the fastest by estimate, forward and backward together; of those alike the first."""
     if task.ranks == 1:
         return "ring", "one rank holds everything, and nothing moves"
     found = estimates(
@@ -36,20 +38,23 @@ def choose_schedule(
         node_ranks=node_ranks or task.ranks,
         machine=typical(machine),
     )
-    fastest = min(one.seconds for one in found)
-    fast = [one for one in found if one.seconds <= MARGIN * fastest]
-    relays = [one for one in fast if one.overlaps] or fast
-    least = min(one.volume for one in relays)
-    taken = next(one for one in relays if one.volume <= MARGIN * least)
+    taken = fastest(found)
     return taken.schedule, "; ".join(_spoken(one) for one in (taken, *(o for o in found if o is not taken)))
 
 
+def fastest(found: Sequence[Estimate]) -> Estimate:
+    """Of those as fast as the fastest, give or take a margin, the first."""
+    least = min(one.seconds for one in found)
+    return next(one for one in found if one.seconds <= MARGIN * least)
+
+
 def _spoken(one: Estimate) -> str:
-    how = "while" if one.overlaps else "and"
-    return (
-        f"{one.schedule} about {_duration(one.seconds)} (computing {_duration(one.computing)} {how} moving "
-        f"{_duration(one.moving)})"
-    )
+    told = [f"computing {_duration(one.computing)}"]
+    if one.moving or not one.unhidden:
+        told.append(f"while moving {_duration(one.moving)}")
+    if one.unhidden:
+        told.append(f"and changing places {_duration(one.unhidden)}")
+    return f"{one.schedule} about {_duration(one.seconds)} ({' '.join(told)})"
 
 
 def _duration(seconds: float) -> str:

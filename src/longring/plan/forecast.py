@@ -18,7 +18,8 @@ from ..geometry.layouts import LAYOUTS, deal
 from ..geometry.patterns import Dilated, Pattern, Problem
 from ..geometry.plans import PLANS
 from ..geometry.task import Task
-from .choose import choose_layout
+from .choose import choose_layout, fastest
+from .cost import estimate, estimates, typical
 from .counts import Traffic, computing, flops, traffic
 from .event_pace import FLOPS_OF_A_PAIR, Pace
 from .events import play
@@ -27,19 +28,16 @@ from .memory import held
 from .work import pairs
 
 PHASES: tuple[Phase, Phase] = ("forward", "backward")
-OVERLAPPING = ("ring", "bidirectional", "double_ring", "exchange")
 OF_NODES = ("double_ring", "hybrid")  # without several nodes of several ranks they are ring and ulysses
 PLAYED_AT_ONCE, PLAYED_AT_MOST = 16, 256  # ranks up to which every choice is played, and the leading ones
 DILATED_PLAYED_AT_MOST = 32  # where every pair of ranks is looked at
-SENDING_OUT = {"ring": 1, "bidirectional": 2}
-"""Ranks of a node that send to other nodes at a time, where not all do: neighbours are in one node, but at its ends."""
-
 MOST_TOKENS = 10**15
 TILES_COUNTED = 1024  # of windows or segments on a rank
 FEW_RANKS = 16  # all of them are asked; of more a few, which speak for the rest
 ROWS_NAMED = 1 << 18  # dilated rows that ulysses names one by one take seconds beyond
 LONG = 1 << 20  # tokens of one rank, beyond which periods of LongNet's segments stand for each other
 RANKS_NAMED = 512  # and so do as many messages to everybody
+HARDLY = 0.02  # of the time
 AS_FAST, AS_THRIFTY = 1.02, 1.1  # by less nobody is faster, or holds less
 A_BLOCK = 128  # tokens: answers to "how long" are whole blocks of them on every rank
 MANY_BLOCKS = 50
@@ -154,12 +152,13 @@ class Pass:
 
     seconds: float
     computing: float  # of the rank that computes longest
-    moving: float  # of the busiest line of the rank that was asked
+    moving: float  # what computing can hide, if there is as much of it
+    unhidden: float  # what it cannot: changing places, and collecting before anything is computed
     is_played: bool
     hidden: float | None  # the share of what moves behind which somebody computes; None where nothing was played
     flops: int  # of a rank, on average
     traffic: Traffic
-    hides_from: int | None  # tokens a rank from which on computing takes longer than moving; None: never
+    local_tokens: int
 
     @property
     def waiting(self) -> float:
@@ -168,8 +167,23 @@ class Pass:
 
     @property
     def is_hidden(self) -> bool:
-        """Whether less than a fiftieth of the time is waiting."""
-        return self.waiting <= 0.02 * self.seconds
+        """Whether hardly any of the time is waiting."""
+        return self.hides_from is not None and self.hides_from <= self.local_tokens
+
+    @property
+    def hides_from(self) -> int | None:
+        """Tokens a rank from which on that is so, or None if nothing is computed.
+
+        With twice as many computing takes twice as long, if what moves is taken for the measure: dense, windows and
+        segments alike.
+        """
+        work, moving, unhidden = self.computing, self.moving, self.unhidden
+        if not work:
+            return None
+        while_moving = (1 - HARDLY) * (moving + unhidden)
+        while_computing = max(moving, unhidden * (1 - HARDLY) / HARDLY)
+        needed = while_moving if while_moving <= moving else while_computing
+        return ceil(round(self.local_tokens * needed / work, 6))
 
     @property
     def flops_per_second(self) -> float:
@@ -240,12 +254,26 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class Auto:
+    """What the engine takes where nobody names a schedule, by its own estimates for a typical machine."""
+
+    schedule: str
+    machine: str
+    slower: float  # than what is recommended, as a share of that
+
+    @property
+    def is_as_good(self) -> bool:
+        return self.slower < AS_FAST - 1
+
+
+@dataclass(frozen=True)
 class Forecast:
     question: Question
     choices: tuple[Choice, ...]
     recommended: Choice
     reason: str
     left_out: tuple[str, ...]  # schedules, with the reason
+    auto: Auto | None  # None where one schedule was asked for, or it is not among the choices
 
 
 def forecast(question: Question, *, schedule: str = "auto", layout: str = "auto", plays_all: bool = False) -> Forecast:
@@ -258,7 +286,28 @@ def forecast(question: Question, *, schedule: str = "auto", layout: str = "auto"
     elif question.ranks <= most:
         choices = _with_best_played(choices)
     best = _best(choices)
-    return Forecast(question, tuple(choices), best, _reason(best, choices), left_out)
+    auto = None
+    if schedule == "auto" and question.ranks > 1:
+        choices, auto = _with_auto(choices, best)
+    return Forecast(question, tuple(choices), best, _reason(best, choices), left_out, auto)
+
+
+def _with_auto(choices: list[Choice], best: Choice) -> tuple[list[Choice], Auto | None]:
+    """What `schedule="auto"` would take in the recommended layout, timed as the recommended one was."""
+    name, machine = _auto(best)
+    for number, one in enumerate(choices):
+        if (one.schedule, one.layout) == (name, best.layout):
+            if best.is_played and not one.is_played:
+                choices = [*choices[:number], _played(one), *choices[number + 1 :]]
+            return choices, Auto(name, machine, max(0.0, choices[number].seconds / best.seconds - 1))
+    return choices, None
+
+
+def _auto(best: Choice) -> tuple[str, str]:
+    question = best.question
+    machine = typical(question.hardware.device)
+    size = {"head_dim": question.head_dim, "itemsize": question.itemsize, "node_ranks": question.node_ranks}
+    return fastest(estimates(question.task(best.layout), **size, machine=machine)).schedule, machine.name
 
 
 def candidates(
@@ -328,31 +377,26 @@ def estimated(question: Question, schedule: str, layout: str) -> Choice:
 
 
 def _estimated_pass(question: Question, schedule: str, layout: str, asked: int, phase: Phase) -> Pass:
-    task, hardware, node_ranks = question.task(layout), question.hardware, question.node_ranks
-    pace = question.pace(phase, layout)
-    work = max(
-        computing(task, schedule, rank, node_ranks=node_ranks, pace=pace) for rank in _some(question.ranks, asked)
+    about = estimate(schedule, question.pace(phase, layout), node_ranks=question.node_ranks)
+    return Pass(
+        seconds=about.seconds,
+        computing=about.computing,
+        **_waits(about.seconds, about.computing, about.moving, about.unhidden),
+        is_played=False,
+        hidden=None,
+        flops=question.flops(phase) // question.ranks,
+        traffic=_traffic(question, schedule, layout, asked, phase),
+        local_tokens=question.local_tokens,
     )
-    carried = _traffic(question, schedule, layout, asked, phase)
-    sharing = min(node_ranks, SENDING_OUT.get(schedule, node_ranks))
-    moving = carried.moving(hardware, sharing)
-    between = carried.moving(hardware, sharing, ["outside"])
-    if schedule in OVERLAPPING:
-        seconds = max(work, moving)
-    elif schedule == "hybrid":
-        seconds = carried.moving(hardware, sharing, ["inside"]) + max(work, between)
-    else:
-        seconds = work + moving
-    hides_from = _hides_from(question, schedule, work, between if schedule == "hybrid" else moving)
-    mean = question.flops(phase) // question.ranks
-    return Pass(seconds, work, moving, False, None, mean, carried, hides_from)
 
 
-def _hides_from(question: Question, schedule: str, work: float, moving: float) -> int | None:
-    """Work grows by one power of the local length more than what moves: dense, windows and segments alike."""
-    if schedule not in (*OVERLAPPING, "hybrid"):
-        return None
-    return ceil(question.local_tokens * moving / work) if work else 0
+def _waits(seconds: float, computing: float, moving: float, unhidden: float) -> dict[str, float]:
+    """What moves as it adds up to the seconds: whatever else is waited for is taken for something that could hide."""
+    waiting = max(0.0, seconds - computing)
+    unhidden = min(unhidden, waiting)
+    if waiting <= HARDLY * seconds or waiting == unhidden:
+        return {"moving": min(moving, computing), "unhidden": unhidden}
+    return {"moving": seconds - unhidden, "unhidden": unhidden}
 
 
 def _traffic(question: Question, schedule: str, layout: str, rank: int, phase: Phase) -> Traffic:
@@ -456,7 +500,9 @@ def _played_pass(choice: Choice, phase: Phase) -> Pass:
         phase=phase,
     )
     one = choice.forward if phase == "forward" else choice.backward
-    return replace(one, seconds=played.seconds, computing=max(played.computing), hidden=played.hidden, is_played=True)
+    work = max(played.computing)
+    waits = _waits(played.seconds, work, one.moving, one.unhidden)
+    return replace(one, seconds=played.seconds, computing=work, **waits, hidden=played.hidden, is_played=True)
 
 
 def _with_best_played(choices: list[Choice]) -> list[Choice]:
