@@ -283,3 +283,39 @@ def test_the_documents_file_of_ones_own_is_read(tmp_path):
     (tmp_path / "my.toml").write_text(text)
     found = told(*SMALL, "--hardware-file", str(tmp_path / "my.toml"), "--hardware", "mine", "--ranks", "8")
     assert found["choices"][0]["nodes"] == 2
+
+
+# ------------------------------------------------------------------------------------------- where it is printed
+
+
+def shell(command, **environment):
+    return subprocess.run(
+        ["sh", "-c", command.replace("longring", f"{sys.executable} -m longring")],
+        capture_output=True,
+        timeout=100,
+        env={**os.environ, "NO_COLOR": "1", **environment},
+    )
+
+
+@pytest.mark.parametrize("environment", [{"LC_ALL": "POSIX"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}], ids=str)
+@pytest.mark.parametrize("asked_", ["--hardware list", " ".join(SMALL)])
+def test_where_the_locale_is_plain_so_is_the_page(asked_, environment):
+    done = shell(f"longring plan {asked_}", **environment)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.isascii()
+    assert b"\n--------" in done.stdout
+
+
+def test_a_name_that_the_terminal_has_no_letters_for_is_printed_as_far_as_it_goes(tmp_path):
+    text = BUILT_IN.read_text().replace('title = "NVIDIA H200 SXM, 141 GB"', 'title = "Großrechner"')
+    (tmp_path / "mine.toml").write_text(text, encoding="utf-8")
+    done = shell(f"longring plan --hardware list --hardware-file {tmp_path}/mine.toml", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"Gro?rechner" in done.stdout
+
+
+@pytest.mark.parametrize("asked_", ["--hardware list", " ".join(SMALL), "--json", "--help"])
+def test_a_closed_output_is_one_line_and_an_exit_code(asked_):
+    done = shell(f"longring plan {asked_} >&-")
+    assert done.returncode == 1
+    assert done.stderr == b"error: standard output is closed; redirect it to a file, or to /dev/null\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -71,6 +72,10 @@ def main() -> None:
     """Run the command that argv names."""
     arguments = [word for word in sys.argv[1:] if word != "--debug"]  # it may stand anywhere
     is_debugging = len(arguments) < len(sys.argv) - 1
+    if sys.stdout is None:  # as a shell's >&- leaves it
+        sys.exit(_complain("standard output is closed; redirect it to a file, or to /dev/null", 1))
+    if isinstance(sys.stdout, TextIOWrapper):  # a name that this terminal has no letters for is no reason to fail
+        sys.stdout.reconfigure(errors="replace")
     try:
         code = _run(arguments)
         sys.stdout.flush()  # a reader that left is noticed here, not while Python shuts down
