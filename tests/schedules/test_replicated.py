@@ -124,6 +124,22 @@ def test_by_hand_how_much_is_sent():
     assert run_ranks(4, lambda g: program(g, lr.Dilated([8], [1]))) == [0, 0, 0, 3 * answer]
 
 
+def test_on_a_cpu_query_heads_of_one_kv_head_read_its_keys_once(monkeypatch):
+    from longring.kernels.operations import cpu
+
+    honest, shapes = cpu._forward, []
+
+    def looked_at(q, *args, **options):
+        shapes.append(list(q.shape))
+        return honest(q, *args, **options)
+
+    monkeypatch.setattr(cpu, "_forward", looked_at)
+    q, k, v = torch.randn(2, 1, 6, D), torch.randn(2, 50, 2, D), torch.randn(2, 50, 2, D)
+    out = lr.attention(q, k, v, sharding="replicated", kv_sharding=lr.Sharding(50))
+    assert shapes == [[2, 2, 3, D]]
+    torch.testing.assert_close(out, lr.attention(q, k, v, kernel="reference"), atol=1e-6, rtol=1e-5)
+
+
 def test_explain_says_so():
     q, k = torch.randn(1, 1, 4, D), torch.randn(1, 50, 2, D)
     said = lr.explain(q, k, k, sharding="replicated", kv_sharding=lr.Sharding(50))

@@ -43,8 +43,16 @@ class CpuFlash:
         return 0  # it takes one, but in the accumulator's dtype
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        if q.shape[2] == 1 and q.shape[1] > k.shape[1] and not causal:
+            return self._one_row(q, k, v, scale)
         out, lse = _forward(*map(_ready, (q, k, v)), 0.0, causal, scale=scale)
         return out, lse
+
+    def _one_row(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """A query of each head, as in decoding: those of one kv head as its rows, or each would read its keys again."""
+        rows = q.unflatten(1, (k.shape[1], -1)).squeeze(3)
+        out, lse = _forward(*map(_ready, (rows, k, v)), 0.0, False, scale=scale)
+        return out.flatten(1, 2).unsqueeze(2), lse.flatten(1, 2).unsqueeze(2)
 
     def backward(
         self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
