@@ -388,7 +388,7 @@ def test_permissions(tmp_path):
 @pytest.mark.parametrize(
     ("array", "says"),
     [
-        (np.array([{}, "x"], dtype=object), "cannot be read as .npy: "),
+        (np.array([{}, "x"], dtype=object), "must hold whole numbers [tokens] or [documents, tokens], got object [2]"),
         (np.array([1.0]), "must hold whole numbers [tokens] or [documents, tokens], got float64 [1]"),
         (np.array([True]), "got bool [1]"),
         (np.array(3), "got int64 []"),
@@ -407,7 +407,24 @@ def test_a_npy_that_is_none_or_cut_off(tmp_path):
     assert "a.npy cannot be read as .npy" in refusal(tmp_path / "a.npy")
     np.save(tmp_path / "a.npy", np.arange(1000))
     os.truncate(tmp_path / "a.npy", 500)
-    assert "a.npy cannot be read as .npy" in refusal(tmp_path / "a.npy")
+    assert "a.npy has 500 bytes where its header says 8,128: it was cut off" in refusal(tmp_path / "a.npy")
+    with (tmp_path / "a.npy").open("wb") as file:
+        np.save(file, np.arange(3))
+        np.save(file, np.arange(3))
+    assert "holds several arrays" in refusal(tmp_path / "a.npy")
+    np.savez(tmp_path / "b.npz", np.arange(3))
+    (tmp_path / "b.npz").rename(tmp_path / "b.npy")
+    assert "b.npy cannot be read as .npy" in refusal(tmp_path / "b.npy")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    ["(-1,)", "(True,)", "('a',)", "(99999999999999999999999,)", "(4611686018427387904, 4)", "[40]", "(40,", "-"],
+)
+def test_a_npy_with_a_strange_header(tmp_path, shape):
+    header = f"{{'descr': '<u2', 'fortran_order': False, 'shape': {shape}, }}".encode().ljust(117) + b"\n"
+    (tmp_path / "a.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + b"\1\0" * 40)
+    assert "a.npy" in refusal(tmp_path / "a.npy")
 
 
 class Ran:

@@ -198,7 +198,7 @@ def _opened(found: Found, kind: str, upper: bool, is_single: bool) -> tuple[list
         if reason:
             found.left_out[reason] += 1
             continue
-        opened = _source(file, kind, upper, is_single)
+        opened = _source(file, kind, upper)
         if isinstance(opened, Text):
             sources.append(opened)
             documents.add([0], [file.size])
@@ -233,7 +233,7 @@ def _refusal_of_file(file: File, kind: str) -> str:
     return f"{file.path} has a NUL byte in its first 8 KiB, so it is no text; kind 'bytes' takes it as it is"
 
 
-def _source(file: File, kind: str, upper: bool, is_single: bool) -> Text | fasta.Indexed | token_files.Tokens:
+def _source(file: File, kind: str, upper: bool) -> Text | fasta.Indexed | token_files.Tokens:
     if kind == "tokens":
         return token_files.open_tokens(file)
     if kind == "fasta" or (kind == "auto" and file.suffix in fasta.SUFFIXES):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from ..errors import ArgumentError
@@ -17,6 +20,7 @@ from .files import STREAM, File, read_bytes, stream
 SUFFIXES = {".npy", ".bin"}
 MOST = 2**31 - 1  # tokens of a vocabulary
 _KEYS = {"dtype", "vocabulary", "end"}
+_HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
 @dataclass(frozen=True)
@@ -119,16 +123,28 @@ def _dtype(path: Path, name: Any) -> np.dtype[Any]:
 
 
 def _npy_header(file: File) -> tuple[np.dtype[Any], int, tuple[int, ...]]:
+    """(dtype, bytes before the numbers, shape). Numpy reads the header alone: nothing of the file is ever unpickled."""
     try:
-        found = np.load(file.path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        with file.path.open("rb") as opened:
+            version = npy.read_magic(opened)
+            if version not in _HEADERS:
+                raise ValueError(f"its format is {version}")
+            shape, by_columns, dtype = _HEADERS[version](opened)
+            offset = opened.tell()
+    except (OSError, ValueError, TypeError, SyntaxError, TokenError) as error:
         raise ArgumentError(f"{file.path} cannot be read as .npy: {error}") from None
-    if not isinstance(found, np.memmap) or found.dtype.kind not in "ui" or found.ndim not in (1, 2) or not found.size:
-        said = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else "another kind of file"
-        raise ArgumentError(f"{file.path} must hold whole numbers [tokens] or [documents, tokens], got {said}")
-    if not found.flags.c_contiguous:
+    if dtype.kind not in "ui" or len(shape) not in (1, 2) or not all(_is_whole(n) and n > 0 for n in shape):
+        raise ArgumentError(
+            f"{file.path} must hold whole numbers [tokens] or [documents, tokens], got {dtype} {list(shape)}"
+        )
+    if by_columns and len(shape) == 2:
         raise ArgumentError(f"{file.path} holds columns one after another (Fortran order); save rows")
-    return found.dtype, int(found.offset), found.shape
+    if (size := offset + prod(shape) * dtype.itemsize) != file.size:
+        raise ArgumentError(
+            f"{file.path} has {file.size:,} bytes where its header says {size:,}: "
+            "it was cut off, or holds several arrays"
+        )
+    return dtype, offset, shape
 
 
 def _of_bin(file: File, about: About) -> tuple[np.dtype[Any], int, tuple[int, ...]]:
