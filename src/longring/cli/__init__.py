@@ -20,9 +20,10 @@ from .plan import plan
 from .profile import profile
 from .quick import QuickCommand, QuickGroup
 from .replay import replay
+from .train import train
 
-ORDER = ("doctor", "plan", "bench", "profile", "replay", "conform", "demo")
-"""As one meets them: is all well here, what would it cost, what does it cost, is it right, show me."""
+ORDER = ("doctor", "plan", "bench", "profile", "replay", "train", "conform", "demo")
+"""As one meets them: is all well here, what would it cost, what does it cost, use it, is it right, show me."""
 
 STOPPED, NOBODY_READS = 130, 141  # as a shell says of what ended by SIGINT and by SIGPIPE
 
@@ -39,6 +40,7 @@ app.command(cls=QuickCommand, short_help="Memory, traffic and time over many ran
 app.add_typer(bench, name="bench")
 app.command()(profile)
 app.command()(replay)
+app.command()(train)
 app.command()(conform)
 app.command()(demo)
 

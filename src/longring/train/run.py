@@ -1,0 +1,218 @@
+"""A run from its first step, or from its newest checkpoint, to its last: what every rank does."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch.distributed as dist
+
+from .. import __version__
+from ..errors import ArgumentError
+from ..schedules.labels import watching
+from . import checkpoints
+from .batches import Sequences
+from .config import OF_THE_ORDER, OF_THE_WEIGHTS, Config, differences
+from .corpus import Corpus, open_corpus
+from .job import Job, Taken
+from .metrics import Metrics
+from .stopping import Stopping
+from .world import World
+
+
+class Listener(Protocol):
+    """Who hears of a run while it goes on, on the first rank alone."""
+
+    def note(self, text: str) -> None: ...
+
+    def begin(self, *, step: int, steps: int) -> None: ...
+
+    def step(self, record: dict[str, Any]) -> None: ...
+
+    def end(self) -> None: ...
+
+
+@dataclass
+class Report:
+    """What a run did; the same on all ranks."""
+
+    steps: int = 0  # of the whole run, earlier ones too
+    resumed_from: int | None = None
+    is_stopped: bool = False  # before the last step, since somebody asked
+    first_loss: float | None = None  # of this part of the run
+    last_loss: float | None = None
+    parameters: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    tokens_per_second: float = 0.0
+    attention_share: float = 0.0  # of the time of steps, of a rank on average
+    communication_share: float = 0.0
+    checkpoint: str | None = None
+    corpus: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def train(config: Config, *, stopping: Stopping, listener: Listener | None = None) -> Report:
+    """On every rank of an initialised process group; `config` is settled for it. The listener is the first rank's."""
+    world = World.joined(config)
+    corpus = corpus_of(config)
+    return Run(config, world, corpus, listener if world.is_first else None).to_the_end(stopping)
+
+
+def corpus_of(config: Config) -> Corpus:
+    return open_corpus(None if config.data is None else Path(config.data), kind=config.kind, case=config.case)
+
+
+class Run:
+    def __init__(self, config: Config, world: World, corpus: Corpus, listener: Listener | None) -> None:
+        self.config, self.world, self.corpus, self.listener = config, world, corpus, listener
+        self.folder = Path(config.out)
+        sequences = Sequences(corpus, context=cast(int, config.context), seed=config.seed)
+        self.job = Job(config, world, sequences, vocabulary=corpus.vocabulary)
+        self.report = Report(corpus=corpus.describe())
+        self.seconds = dict.fromkeys(("all", "attention", "communication"), 0.0)  # of all steps
+        self.report.parameters = sum(parameter.numel() for parameter in self.job.model.parameters())
+
+    def to_the_end(self, stopping: Stopping) -> Report:
+        with self.world.telling_of_lost_peers("resuming"):
+            self._resume()
+        began = time.perf_counter()
+        metrics = self._metrics() if self.world.is_first else None
+        try:
+            with watching(self.job.meter.watch):
+                self._loop(stopping, metrics)
+        finally:
+            if metrics is not None:
+                metrics.close()
+            if self.listener is not None:
+                self.listener.end()
+            checkpoints.release(self.folder)
+        self.report.seconds = time.perf_counter() - began
+        return self._concluded()
+
+    # ---------------------------------------------------------------------------------------------------- steps
+
+    def _loop(self, stopping: Stopping, metrics: Metrics | None) -> None:
+        config, report = self.config, self.report
+        if self.listener is not None:
+            self.listener.begin(step=report.steps, steps=config.steps)
+        while report.steps < config.steps and not report.is_stopped:
+            number = report.steps + 1
+            began = time.perf_counter()
+            with self.world.telling_of_lost_peers(f"step {number}"):
+                taken = self.job.step(number, is_asked_to_stop=stopping.is_asked)
+            report.steps = number
+            record = self._count(taken, time.perf_counter() - began)
+            if metrics is not None:
+                metrics.step(record)
+            if self.listener is not None:
+                self.listener.step(record)
+            report.is_stopped = taken.is_last and number < config.steps
+            if report.is_stopped or number % config.save_every == 0 or number == config.steps:
+                with self.world.telling_of_lost_peers(f"saving step {number}"):
+                    self._save()
+
+    def _count(self, taken: Taken, seconds: float) -> dict[str, Any]:
+        """What is told of this step; and the sums over steps."""
+        report = self.report
+        tokens = cast(int, self.config.batch) * cast(int, self.config.context)
+        report.tokens += tokens
+        report.first_loss = taken.loss if report.first_loss is None else report.first_loss
+        report.last_loss = taken.loss
+        self.seconds["all"] += seconds
+        self.seconds["attention"] += taken.attention_seconds
+        self.seconds["communication"] += taken.communication_seconds
+        return {
+            "step": report.steps,
+            "loss": taken.loss,
+            "tokens": tokens,
+            "predicted": taken.predicted,
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            "learning_rate": taken.learning_rate,
+            "gradient_norm": taken.gradient_norm,
+            "attention_seconds": taken.attention_seconds,
+            "communication_seconds": taken.communication_seconds,
+            "sequences": self.job.taken,
+        }
+
+    def _concluded(self) -> Report:
+        report, stepping = self.report, self.seconds["all"] or 1.0
+        report.tokens_per_second = report.tokens / report.seconds
+        report.attention_share = self.seconds["attention"] / stepping
+        report.communication_share = self.seconds["communication"] / stepping
+        return report
+
+    # --------------------------------------------------------------------------------------- what is on the disk
+
+    def _metrics(self) -> Metrics:
+        config, report = self.config.as_json(), self.report
+        (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        about = {"config": config, "version": __version__, "resumed_from": report.resumed_from}
+        return Metrics(self.folder, step=report.steps, about=about | {"corpus": report.corpus})
+
+    def _resume(self) -> None:
+        self._make_folder()
+        found = checkpoints.find(self.folder, group=dist.group.WORLD, timeout=self.config.timeout)
+        for name, why in found.skipped:
+            self._note(f"skipped {name}: {why}")
+        if not found:
+            return
+        self._check(found.about)
+        state, own = self.job.state(), self.job.own_state()
+        checkpoints.load(found, state, per_rank=own, group=dist.group.WORLD, timeout=self.config.timeout)
+        self.job.restore(state, own, taken=int(found.about["sequences"]))
+        self.report.steps = self.report.resumed_from = found.step
+        self.report.checkpoint = str(found.path)
+        self._note(f"resumed from step {found.step:,} in {self.folder}, which {_ranks(found.ranks)} had saved")
+
+    def _make_folder(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as failure:
+            raise ArgumentError(f"--out {self.folder} cannot be made: {failure.strerror or failure}") from failure
+
+    def _check(self, about: dict[str, Any]) -> None:
+        """Refuse to go on with other weights or another order of the data, rather than with a part of them."""
+        wrong = differences(self.config, about["config"], (*OF_THE_WEIGHTS, *OF_THE_ORDER))
+        if about["fingerprint"] != self.corpus.fingerprint:
+            wrong.append(f"the data was {about['corpus']} and is {self.corpus.name}, or has changed since")
+        if wrong:
+            raise ArgumentError(
+                f"--out {self.folder} holds another run: {'; '.join(wrong)}. Say the same, or another --out"
+            )
+
+    def _save(self) -> None:
+        about = {
+            "sequences": self.job.taken,
+            "config": self.config.as_json(),
+            "corpus": self.corpus.name,
+            "fingerprint": self.corpus.fingerprint,
+            "vocabulary": self.corpus.vocabulary,
+        }
+        saved = checkpoints.save(
+            self.folder,
+            self.report.steps,
+            self.job.state(),
+            per_rank=self.job.own_state(),
+            about=about,
+            keep=self.config.keep,
+            group=dist.group.WORLD,
+            timeout=self.config.timeout,
+        )
+        self.report.checkpoint = str(saved)
+
+    def _note(self, text: str) -> None:
+        self.report.notes.append(text)
+        if self.listener is not None:
+            self.listener.note(text)
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count != 1 else ''}"

@@ -1,0 +1,136 @@
+"""A run's settings: from flags and a file, checked by name, and settled by what there is."""
+
+import json
+import math
+from itertools import pairwise
+
+import pytest
+
+from longring import ArgumentError, Dense, Dilated
+from longring.train.config import Config, differences, read
+from longring.train.job import learning_rate
+
+
+def test_nothing_said_is_something_small_on_cores_and_larger_on_gpus():
+    on_cores, on_gpus = (Config().settled(device=device, ranks=2) for device in ("cpu", "cuda"))
+    assert (on_cores.context, on_cores.dim, on_cores.dtype, on_cores.device) == (4096, 128, "fp32", "cpu")
+    assert (on_gpus.context, on_gpus.dim, on_gpus.dtype, on_gpus.device) == (65536, 512, "bf16", "cuda")
+    assert (on_cores.ranks, on_cores.context_ranks, on_cores.data_ranks) == (2, 2, 1)
+    assert (on_cores.batch, on_cores.warmup, on_cores.kv_heads) == (1, 10, 4)
+    told = on_cores.as_json()
+    assert Config(**json.loads(json.dumps(told))) == on_cores
+    left_open = {"data", "node_ranks", "feedforward", "window", "dilated"}
+    assert {name for name, value in told.items() if value is None} == left_open
+
+
+def test_what_was_said_stays():
+    said = Config(context=100, heads=2, dim=8, batch=6, context_ranks=2, warmup=0, dtype="bf16")
+    found = said.settled(device="cpu", ranks=4)
+    assert (found.context, found.heads, found.dim, found.batch, found.warmup, found.dtype) == (100, 2, 8, 6, 0, "bf16")
+    assert found.data_ranks == 2
+
+
+def test_a_flag_wins_over_the_file_and_both_over_nothing(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('context = "64K"\nlayers = 3\nlearning-rate = 1\nfsdp = true\n')
+    found = read({"layers": 5, "heads": None, "seed": 7}, file)
+    assert found == Config(context=64_000, layers=5, learning_rate=1.0, fsdp=True, seed=7)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("contxt = 5", "no such setting, 'contxt'; did you mean context?"),
+        ("zzz = 5", "no such setting, 'zzz'; known are data, kind, "),
+        ("[model]\ndim = 5", "--model must be one of decoder, longnet; got {'dim': 5}"),
+        ("layers = ", "is not TOML"),
+        ('layers = "many"', "--layers must be a number like"),
+        ("layers = 1.5", "--layers must be a whole number of at least 1, got 1.5"),
+        ("layers = true", "--layers must be a whole number of at least 1, got True"),
+        ("learning_rate = 0", "--learning-rate must be a number above 0, got 0.0"),
+        ("clip = -1", "--clip must be a number of at least 0, got -1.0"),
+        ("timeout = inf", "--timeout must be a number above 0, got inf"),
+        ("learning_rate = nan", "--learning-rate must be a number above 0, got nan"),
+        ("fsdp = 1", "--fsdp must be true or false, got 1"),
+        ('out = ""', "--out must be a text, got ''"),
+        ('dtype = "fp8"', "--dtype must be one of bf16, fp32, fp64; got 'fp8'"),
+    ],
+)
+def test_what_a_file_may_not_say(tmp_path, text, said):
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(ArgumentError) as refused:
+        read({}, file)
+    assert said in str(refused.value)
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    with pytest.raises(ArgumentError, match="cannot be read"):
+        read({}, tmp_path / "nowhere.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ArgumentError, match="cannot be read"):
+        read({}, tmp_path / "binary.toml")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"context": 1}, "--context must be a whole number of at least 2, got 1"),
+        ({"model": "gpt"}, "--model must be one of decoder, longnet; got 'gpt'"),
+        ({"layout": "diagonal"}, "--layout must be one of auto, contiguous"),
+        ({"schedule": "tree"}, "--schedule must be one of auto, ring"),
+        ({"heads": 4, "kv_heads": 3}, "got 4 and 3"),
+        ({"heads": 4, "dim": 20}, "twice --heads"),
+        ({"steps": 5, "warmup": 6}, "--warmup must be at most --steps, got 6 and 5"),
+        ({"window": 5, "dilated": "8:1"}, "--window is for dense attention"),
+        ({"window": 5, "model": "longnet"}, "--window is for dense attention"),
+        ({"dilated": "8"}, "LENGTH:RATE"),
+        ({"ranks": 10**7}, "--ranks must be at most 1M, got 10,000,000"),
+    ],
+)
+def test_what_contradicts_itself(words, said):
+    with pytest.raises(ArgumentError) as refused:
+        Config(**words)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words", "said"),
+    [
+        (4, {"context_ranks": 3}, "--context-ranks must divide the ranks, got 3 of 4"),
+        (4, {"node_ranks": 3}, "--node-ranks must divide the ranks of a context, got 3 and 4"),
+        (4, {"context_ranks": 2, "batch": 3}, "got 3 and 2 x 1"),
+        (1, {"batch": 3, "micro_batch": 2}, "got 3 and 1 x 2"),
+        (1, {"heads": 96}, "twice --heads"),
+    ],
+)
+def test_what_does_not_fit_the_ranks(ranks, words, said):
+    with pytest.raises(ArgumentError) as refused:
+        Config(**words).settled(device="cpu", ranks=ranks)
+    assert said in str(refused.value)
+
+
+def test_patterns():
+    assert Config().pattern() == Dense()
+    assert Config(window=5).pattern((0, 3, 9)) == Dense(window=(4, 0), documents=(0, 3, 9))
+    longnet = Config(model="longnet").settled(device="cpu", ranks=1)
+    assert longnet.pattern() == Dilated(segment_lengths=(512, 2048, 4096), dilation_rates=(1, 2, 4))
+    assert Config(dilated="2Ki:1, 4Ki:2").pattern() == Dilated(segment_lengths=(2048, 4096), dilation_rates=(1, 2))
+
+
+def test_the_rate_rises_in_a_line_and_falls_as_a_cosine():
+    config = Config(steps=110, warmup=10, learning_rate=2.0, final_rate=0.1)
+    rates = [learning_rate(config, step) for step in range(1, 121)]
+    assert rates[:10] == pytest.approx([0.2 * step for step in range(1, 11)])
+    assert rates[59] == pytest.approx(2 * (0.1 + 0.9 * 0.5))  # half way
+    assert rates[109] == pytest.approx(0.2)
+    assert rates[119] == rates[109]
+    assert all(a >= b for a, b in pairwise(rates[9:]))
+    assert learning_rate(Config(steps=5, warmup=0), 1) < 1e-3
+    assert math.isclose(learning_rate(Config(steps=5, warmup=5), 5), 1e-3)
+
+
+def test_differences_are_told_as_flags():
+    config = Config(dim=64, heads=4).settled(device="cpu", ranks=1)
+    was = {**config.as_json(), "dim": 32}
+    assert differences(config, was, ("dim", "heads")) == ["--dim was 32 and is 64"]

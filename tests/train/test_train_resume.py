@@ -1,0 +1,107 @@
+"""A run that was stopped goes on as if it had not been, on other ranks and in another layout too."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from training_curves import SMALL, launched, losses, refusals, settings, write_corpus
+
+from longring import RankFailed, launch
+
+pytestmark = pytest.mark.processes
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return str(write_corpus(tmp_path_factory.mktemp("corpus") / "text"))
+
+
+@pytest.fixture(scope="module")
+def whole(corpus, tmp_path_factory):
+    """The losses of a run that nobody stopped, on one rank."""
+    out = tmp_path_factory.mktemp("whole")
+    launched([settings(1, out, data=corpus, steps=STEPS)])
+    return losses(out)
+
+
+def test_four_ranks_then_two_then_three_continue_one_curve(corpus, whole, tmp_path):
+    parts = [
+        (4, {"layout": "zigzag", "context_ranks": 2}),
+        (2, {"layout": "contiguous", "schedule": "gather", "fsdp": True}),
+        (3, {"layout": "striped", "schedule": "ulysses"}),
+    ]
+    for number, (ranks, words) in enumerate(parts):
+        config = settings(ranks, tmp_path, data=corpus, steps=STEPS, **words)
+        (report,) = launched([config], stop_in_step=4 if ranks != 3 else None)
+        assert report.steps == 4 * (number + 1)
+        assert report.resumed_from == (None if number == 0 else 4 * number)
+        assert report.is_stopped == (number < 2)
+    found = losses(tmp_path)
+    assert max(abs(a - b) for a, b in zip(found, whole, strict=True)) < 1e-9
+    told = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    begun = [line["run"] for line in told if "run" in line]
+    assert [run["config"]["ranks"] for run in begun] == [4, 2, 3]
+    assert [run["resumed_from"] for run in begun] == [None, 4, 8]
+
+
+def test_steps_beyond_the_checkpoint_are_done_again_and_told_once(corpus, whole, tmp_path):
+    """What a killed run leaves: a checkpoint, metrics of later steps, half a line, half a checkpoint."""
+    config = settings(2, tmp_path, data=corpus, steps=STEPS)
+    launched([config], stop_in_step=5)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "loss": 1e9}\n{"step": 7, "lo')
+    (tmp_path / "step-00000007.saving-00000000").mkdir()
+    (report,) = launched([config])
+    assert report.resumed_from == 5
+    assert any("step-00000007" in note and "not finished" in note for note in report.notes)
+    assert max(abs(a - b) for a, b in zip(losses(tmp_path), whole, strict=True)) < 1e-9
+
+
+def test_a_finished_run_has_nothing_to_do_until_there_are_more_steps(corpus, tmp_path):
+    words = {"data": corpus, "warmup": 1, "final_rate": 1.0}  # a rate that does not depend on the last step
+    launched([settings(1, tmp_path, steps=3, **words)])
+    (again,) = launched([settings(1, tmp_path, steps=3, **words)])
+    assert (again.steps, again.resumed_from, again.last_loss) == (3, 3, None)
+    (more,) = launched([settings(1, tmp_path, steps=5, **words)])
+    assert (more.steps, more.resumed_from) == (5, 3)
+    assert len(losses(tmp_path)) == 5
+
+
+def test_another_run_is_not_gone_on_with(corpus, tmp_path):
+    """Other weights, or another order of the data: each refused by name, with both values."""
+    same = {"data": corpus, "steps": 3}
+    launched([settings(1, tmp_path, **same)])
+    others = [{"dim": 64}, {"seed": 1}, {"context": 62}, {"data": None}, {"model": "longnet", "heads": 2}]
+    texts = launch(refusals, [settings(1, tmp_path, **{**same, **other}) for other in others], ranks=1, timeout=60)[0]
+    said = [
+        "--dim was 32 and is 64",
+        "--seed was 0 and is 1",
+        "--context was 61 and is 62",
+        "the data was text and is Python",
+        "--model was decoder and is longnet; --heads was 4 and is 2; --dilated was None and is 7:1,30:2,61:4",
+    ]
+    for text, words in zip(texts, said, strict=True):
+        assert words in text
+        assert text.endswith("Say the same, or another --out")
+
+
+def test_the_same_ranks_repeat_every_bit(corpus, tmp_path):
+    words = {"data": corpus, "dtype": "fp32", "steps": 8}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    launched([settings(2, whole, **words)])
+    launched([settings(2, parts, **words)], stop_in_step=3)
+    launched([settings(2, parts, **words)])
+    assert losses(whole) == losses(parts)
+    assert len(losses(whole)) == 8 < SMALL["steps"]
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_saves_nothing(corpus, tmp_path):
+    config = settings(2, tmp_path, data=corpus, learning_rate=1e30, warmup=0, clip=0.0, dtype="fp32", save_every=1)
+    with pytest.raises(RankFailed, match=r"step \d+: the loss is .*nan.*lower --learning-rate") as failed:
+        launched([config])
+    assert failed.value.error_type == "NotFinite"
+    kept = losses(tmp_path)
+    assert all(loss == loss for loss in kept)
