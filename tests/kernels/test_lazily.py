@@ -57,6 +57,20 @@ def few_wait(monkeypatch):
 
 
 @pytest.fixture
+def rounding(monkeypatch):
+    """Operations give their results in the dtype of what they read, as those of a GPU do."""
+    for name in ("_attend", "_attend_backward"):
+        attend = getattr(fused, name)
+
+        def rounded(*args, attend=attend):
+            q = next(x for x in args if isinstance(x, torch.Tensor))
+            found = attend(*args)
+            return tuple(x if x.ndim < 4 else x.to(q.dtype) for x in found)
+
+        monkeypatch.setattr(fused, name, rounded)
+
+
+@pytest.fixture
 def passes(monkeypatch):
     """How many parts every pass of each kind took, and over which rows."""
     taken = {"merge_parts": [], "add_parts": []}
@@ -100,6 +114,15 @@ def test_alone_in_16_bits(pattern):
 @pytest.mark.parametrize("pattern", ["window", "mod"])
 def test_alone_with_heads_that_share_keys_and_few_parts_waiting(pattern, few_wait):
     check(PATTERNS[pattern], heads=(6, 3))
+
+
+@pytest.mark.parametrize("pattern", ["causal", "mod"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_where_operations_round(schedule, pattern, rounding, poisoned):
+    """What nothing is added to stays in 16 bits; gradients that travel are in 32, as whoever receives them expects."""
+    options = {"node_ranks": 2} if schedule in ("double_ring", "hybrid") else {}
+    layout = "contiguous" if pattern == "mod" else "zigzag"
+    check(PATTERNS[pattern], dtype=torch.float16, ranks=4, layout=layout, schedule=schedule, **options)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -78,8 +78,9 @@ def backward(journey: Journey, upstream: Upstream, q: Tensor, k: Tensor, v: Tens
         dtype = q.dtype if plan.is_final else accumulator_dtype(q.dtype)
         dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
         columns = [_of_queries(plan, dq, [desk.dq.result().to(dtype) for desk in desks])]
-        columns += [_of_keys(plan, mine, [theirs]) for mine, theirs in zip((dk, dv), found, strict=True)]
-        del desks
+        # one that nothing was added to is in q's dtype, and what travels is in the accumulator's
+        columns += [_of_keys(plan, mine, [theirs.to(mine.dtype)]) for mine, theirs in zip((dk, dv), found, strict=True)]
+        del desks, found
         come_back(plan, talk, Doing(journey, "backward", "gradients by rows"), columns)
     return Gradients(sums.dq.in_place().add_(dq) if plan.near else dq, dk, dv)
 

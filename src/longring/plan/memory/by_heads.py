@@ -60,7 +60,7 @@ def forward(setting: Setting, plan: ByHeads, q: Like, k: Like) -> Total:
 
 
 def _like(room: Room, found: Taken, size: int) -> Taken:
-    """What was found as it is, or rounded."""
+    """What was found as it is, or in another dtype."""
     return found.shared() if found.size == size else room.take(FOUND_AT_DESKS, size)
 
 
@@ -112,9 +112,12 @@ def backward(setting: Setting, plan: ByHeads, q: Like, k: Like) -> tuple[Taken, 
         one.give()
     for column in rows:
         column.give()
+    raised = [_like(room, one, at_desks.accumulator.nbytes) for one in found]
+    for one in found:
+        one.give()
     columns = [_column_of_queries(plan, like), *(_column_of_keys(plan, k.accumulator) for _ in "kv")]
     come_back(room, plan, columns)
-    for one in (*rounded, *found):
+    for one in (*rounded, *raised):
         one.give()
     if not plan.near:
         return answers, *own
