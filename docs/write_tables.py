@@ -1,5 +1,6 @@
 """Write the tables of the documents anew from the data they show: python docs/write_tables.py"""
 
+import json
 import re
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -10,10 +11,12 @@ from longring.bench.gpu.tables import goal_table, machine_table, markdown
 from longring.bench.ranks.tables import markdown as ranks_markdown
 from longring.bench.records import Record
 from longring.plan.advice import milestone_table, variable_table
+from longring.plan.quantities import spoken_bytes, spoken_seconds
 
 DOCS = Path(__file__).parent
-DOCUMENTS = ("networks.md", "benchmarks.md", "bench.md")
+DOCUMENTS = ("networks.md", "benchmarks.md", "bench.md", "replay.md")
 GPU_RECORD = DOCS / "records" / "h200.json"
+RING_RECORD = DOCS / "records" / "h200_ring.json"  # taken by itself, of a later commit
 RANKS_RECORD = DOCS / "records" / "bench.json"
 
 
@@ -31,14 +34,59 @@ def _of_ranks(table: Callable[[Record], str]) -> str:
     return table(Record.load(RANKS_RECORD)) if RANKS_RECORD.exists() else "Not measured yet.\n"
 
 
+def _replays() -> str:
+    """What one rank of a large world did on a GPU, pass by pass."""
+    lines = [
+        "| replayed | pass | time of the engine | most bytes held | predicted | checks that hold | largest error |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|")
+    for name in ("replay_dilated", "replay_dense"):
+        record = json.loads((DOCS / "records" / f"{name}.json").read_text())
+        asked = record["arguments"]
+        pattern = "dilated" if asked["dilated"] else "causal"
+        what = f"{pattern}, {count_in_words(asked['tokens'])} tokens, rank {record['rank']} of {record['ranks']:,}"
+        right = [check for check in record["checks"] if check["ok"]]
+        worst = max(record["checks"], key=lambda check: check["error"])
+        for phase, of in record["phases"].items():
+            shown = (
+                f"{what} | {phase} | {spoken_seconds(of['seconds'])} | {spoken_bytes(of['peak_bytes'])} | "
+                f"{spoken_bytes(of['predicted_bytes'])} | {len(right)} of {len(record['checks'])} | "
+                f"{worst['error']:.1e} ({worst['quantity']})"
+            )
+            lines.append(f"| {shown} |")
+    return "\n".join(lines) + "\n"
+
+
+def count_in_words(tokens: int) -> str:
+    return f"{tokens >> 30} Gi" if tokens >= 1 << 30 else f"{tokens >> 20} Mi"
+
+
+def _symmetric_memory() -> str:
+    record = json.loads((DOCS / "records" / "symmetric_memory.json").read_text())
+    lines = [f"{record['shapes']}; torch {record['versions']['torch']}, commit {record['commit']}.", ""]
+    lines.append("| schedule | ranks | most bytes of a rank | of one rank's | of the sum of its components |")
+    lines.append("|---|---|---|---|---|")
+    for run in record["runs"]:
+        name, share = run["schedule"] if run["ranks"] > 1 else "one call", run["of one rank's peak"]
+        lines.append(
+            f"| {name} | {run['ranks']} | {spoken_bytes(run['peak'])} | {share:.3f} | "
+            f"{run['of the sum of components']:.3f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "variables": variable_table,
     "milestones": milestone_table,
     "machine": partial(_of_gpu, machine_table),
     "goals": partial(_of_gpu, goal_table),
+    "replays": _replays,
+    "symmetric memory": _symmetric_memory,
     "ranks_machine": partial(_of_ranks, machine_table),
     "ranks": partial(_of_ranks, partial(ranks_markdown, scenario="report")),
     **{name: partial(_of_gpu, partial(markdown, scenario=name)) for name in SCENARIOS},
+    "ring": lambda: markdown(Record.load(RING_RECORD), scenario="ring"),
+    "ring goals": lambda: goal_table(Record.load(RING_RECORD)),
 }
 
 
