@@ -21,7 +21,7 @@ from generation_cases import (
 import longring as lr
 from longring.models import Decoder, DecoderConfig, LongNetConfig, LongNetLM
 from longring.models.generation import likely
-from longring.nn import Cache
+from longring.nn import Cache, LayerCache
 from longring.testing import run_ranks
 
 NAMES = list(CONFIGS)
@@ -70,6 +70,25 @@ def test_three_processes_give_what_one_gives():
     for found in lr.launch(generated_in_a_process, names, ranks=3, timeout=110):
         for name, tokens in zip(names, found, strict=True):
             assert torch.equal(tokens, in_one_process(name)), name
+
+
+def test_room_is_made_once_and_for_no_token_more(monkeypatch):
+    rooms = []
+    monkeypatch.setattr("longring.nn.cache._moved", None)  # which nobody then calls
+    honest = LayerCache.take
+
+    def take(self, k, v):
+        honest(self, k, v)
+        rooms.append((self.sharding.rank, self.sharding.length, self.keys.shape[1], self._room))
+
+    monkeypatch.setattr(LayerCache, "take", take)
+    made("dense").generate(prompt(), new_tokens=30)
+    assert rooms[-1] == (0, PROMPT + 29, PROMPT + 29, PROMPT + 29)
+    rooms.clear()
+    run_ranks(3, lambda group: generated(group, "dense", layout=UNEVEN, new_tokens=30))
+    last = {rank: (held, room) for rank, length, held, room in rooms if length == PROMPT + 29}
+    assert all(held == room for held, room in last.values())
+    assert sum(held for held, _ in last.values()) == PROMPT + 29
 
 
 # ----------------------------------------------------------------------------------------------------- logits
@@ -194,6 +213,13 @@ def test_an_end_ends_rows_and_then_everything():
 def test_what_is_refused(words, said):
     with pytest.raises(lr.ArgumentError, match=said):
         made("dense").generate(prompt(), **{"new_tokens": 3, **words})
+
+
+def test_words_of_others_are_told_ours():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'max_new_tokens'; it is new_tokens= here"):
+        made("dense").generate(prompt(), max_new_tokens=3)
+    with pytest.raises(TypeError, match="new_tokens"):
+        made("dense").generate(prompt())
 
 
 def test_prompts_that_are_no_prompts():

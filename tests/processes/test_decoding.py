@@ -36,6 +36,14 @@ def test_ranks_that_were_asked_for_other_things_are_told():
             assert f"{name} is {theirs!r} on rank 1, and {ours!r} on ranks 0, 2" in outcome.text
 
 
+def test_a_rank_that_refuses_tells_the_others():
+    outcomes = World(3, "decoding_programs:generate_with_other_words", (1, "top_p", 0.5, 7.0)).run()
+    assert outcomes[1].error == "ArgumentError"
+    for rank in (0, 2):
+        assert outcomes[rank].error == "Disagreement", (outcomes[rank].error, outcomes[rank].text)
+        assert "top_p must be above 0" in outcomes[rank].text
+
+
 def test_ranks_that_came_to_other_tokens_are_told():
     outcomes = World(3, "decoding_programs:generate_with_another_weight", (2,)).run()
     for outcome in outcomes:

@@ -21,6 +21,8 @@ from ..nn.cache import Cache, sizes_in_the_end
 from ..nn.checks import check_size
 from ..sharding import Sharding
 
+SPELLED = {"max_new_tokens": "new_tokens", "eos_token_id": "end", "do_sample": "temperature"}  # elsewhere
+
 
 class Words(TypedDict, total=False):
     """What may be said to `generate`."""
@@ -55,7 +57,21 @@ def generate(model: Model, tokens: Tensor, **words: Unpack[Words]) -> Tensor:
     seed:         of the draws, the same on all ranks.
     end:          a token that ends a row, which is filled up with it; where all rows have ended nothing more is made.
     """
-    return _Generation(**words).run(model, tokens)
+    try:
+        _refuse_unknown(words)
+        asked = _Generation(**words)
+        asked.check_vocabulary(model.embedding.num_embeddings)
+    except (ArgumentError, TypeError) as error:
+        if isinstance(sharding := words.get("sharding"), Sharding):
+            sharding.transport.decline(error)  # or the others would wait for this rank's first answer
+        raise
+    return asked.run(model, tokens)
+
+
+def _refuse_unknown(words: Words) -> None:
+    for name in words.keys() - Words.__annotations__.keys():
+        hint = f"; it is {SPELLED[name]}= here" if name in SPELLED else ""
+        raise TypeError(f"generate() got an unexpected keyword argument {name!r}{hint}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +103,6 @@ class _Generation:
 
     @torch.no_grad()
     def run(self, model: Model, tokens: Tensor) -> Tensor:
-        self._check_vocabulary(model.embedding.num_embeddings)
         self._agree(model, "generate")
         draw = torch.Generator().manual_seed(self.seed or 0)
         cache = Cache(capacity=self._capacity(tokens))
@@ -120,11 +135,11 @@ class _Generation:
         """Exactly what this rank will hold; the last token is not read any more."""
         if not isinstance(tokens, Tensor) or tokens.ndim != 2:
             return None  # the model refuses them
-        if self.sharding is None:
-            return tokens.shape[1] + self.new_tokens
-        return max(1, sizes_in_the_end(self.sharding.dealt.sizes, self.new_tokens - 1)[self.sharding.rank])
+        s = self.sharding
+        sizes, rank = ([tokens.shape[1]], 0) if s is None else (s.dealt.sizes, s.rank)
+        return max(1, sizes_in_the_end(sizes, self.new_tokens - 1)[rank])
 
-    def _check_vocabulary(self, size: int) -> None:
+    def check_vocabulary(self, size: int) -> None:
         if self.top_k is not None and self.top_k > size:
             raise ArgumentError(f"top_k is {self.top_k}, but there are {size} tokens")
         if self.end is not None and not (_is_whole(self.end) and 0 <= self.end < size):
