@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,12 +25,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from .errors import ArgumentError, PeerLost, RankFailed
 
 T = TypeVar("T")
 
 GRACE = 5.0  # seconds that ranks have to raise by themselves, once one of them failed
+JOINING = 1800.0  # seconds that ranks of a world that was started anew have to come: as long as torch waits
+HELLO = 0.02  # seconds between looks at who came
 FAREWELL = 1.0  # seconds between asking a process to end and ending it
 LOOPBACK = "127.0.0.1"
 PRELOADED = ["torch", "torch.distributed", "longring.functional"]
@@ -107,7 +111,37 @@ def _join(backend: str) -> None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if "nccl" in backend else None
     if device is not None:
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, device_id=device)
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        dist.init_process_group(backend, device_id=device)
+        return
+    store, rank, ranks = next(rendezvous("env://"))
+    fresh = _fresh(store, rank, ranks)
+    dist.init_process_group(backend, store=fresh, rank=rank, world_size=ranks, device_id=device)
+
+
+def _fresh(store: dist.Store, rank: int, ranks: int) -> dist.Store:
+    """A part of torchrun's store that no ranks before these have written to.
+
+    When it starts ranks anew it keeps its store (torch 2.13), with the addresses of those that are gone. How often that
+    was may differ from machine to machine, so rank 0 makes up a name. Another rank says hello by a number that nobody
+    knew before, which is how it knows that the answer is for it, and rank 0, by the name, that it was heard.
+    """
+    if rank > 0:
+        hello = uuid.uuid4().hex
+        store.set(f"longring/hello/{rank}", hello)
+        name = store.get(f"longring/answer/{hello}").decode()
+        store.set(f"longring/heard/{name}/{rank}", "yes")
+        return dist.PrefixStore(f"longring/{name}", store)
+    name, waiting, until = uuid.uuid4().hex, set(range(1, ranks)), time.monotonic() + JOINING
+    while waiting:
+        for other in sorted(waiting):
+            if store.check([f"longring/hello/{other}"]):
+                store.set(f"longring/answer/{store.get(f'longring/hello/{other}').decode()}", name)
+        waiting = {other for other in waiting if not store.check([f"longring/heard/{name}/{other}"])}
+        if waiting and time.monotonic() > until:
+            raise PeerLost(f"{_spoken(sorted(waiting))} did not join this world of {ranks} in time", rank=min(waiting))
+        time.sleep(HELLO if waiting else 0)
+    return dist.PrefixStore(f"longring/{name}", store)
 
 
 def _backend(asked: str, local_ranks: int) -> str:

@@ -1,0 +1,49 @@
+"""Ranks that torchrun starts anew find its old store, and in it a place where nobody was before them."""
+
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from longring import PeerLost, launching
+
+
+def joined(store, ranks, late=()):
+    """What each of these ranks sees: the value that every other wrote under its own number."""
+    seen, gates = [None] * ranks, {rank: threading.Event() for rank in range(ranks)}
+
+    def join(rank):
+        gates[rank].wait(10)
+        place = launching._fresh(store, rank, ranks)
+        assert not place.check(["used"]) or rank > 0
+        place.set(f"address {rank}", f"of {rank}")
+        seen[rank] = [place.get(f"address {other}").decode() for other in range(ranks)]
+        place.add("used", 1)
+
+    threads = [threading.Thread(target=join, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for rank in sorted(range(ranks), key=lambda rank: rank in late):
+        gates[rank].set()
+    for thread in threads:
+        thread.join(20)
+    return seen
+
+
+@pytest.mark.parametrize("late", [(), (0,), (1, 2)])
+def test_each_start_has_a_place_of_its_own_in_one_store(late):
+    store = dist.HashStore()
+    for _ in range(3):
+        assert joined(store, 3, late) == [["of 0", "of 1", "of 2"]] * 3
+
+
+def test_a_hello_of_somebody_who_is_gone_is_no_hello(monkeypatch):
+    """Rank 1 of a start before had come no further: rank 0 answers it in vain, and then the one that lives."""
+    store = dist.HashStore()
+    store.set("longring/hello/1", "of the dead")
+    assert joined(store, 2, late=(1,)) == [["of 0", "of 1"]] * 2
+    monkeypatch.setattr(launching, "JOINING", 0.2)
+    store.set("longring/hello/1", "of another")
+    with pytest.raises(PeerLost, match="rank 1 did not join this world of 2 in time") as lost:
+        launching._fresh(store, 0, 2)
+    assert lost.value.rank == 1
