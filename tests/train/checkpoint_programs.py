@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from longring.train import checkpoints, states
 from longring.train.checkpoints import durable
+from longring.train.checkpoints.meeting import Meeting
 
 ROWS = 7  # which no number of ranks in these tests divides
 
@@ -86,7 +88,9 @@ def trained(
     torch.manual_seed(3)
     model: nn.Module = nn.Sequential(nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 3, bias=False)).double()
     if kind == "fsdp":
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        ranks = dist.get_world_size()  # with 4, parameters are dealt over two ranks, and the same in the other two
+        shape, names = ((2, 2), ("data", "context")) if ranks == 4 else ((ranks,), ("all",))
+        fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
     if kind == "ddp":
         model = DistributedDataParallel(model)
     optimiser = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -177,6 +181,14 @@ def steps_differ(group: Any, folder: str) -> None:
     saved(Path(folder), 1 + dist.get_rank(group), group)
 
 
+def is_slow(group: Any, moved: int) -> str:
+    """One rank takes longer than the timeout, which is too long unless it has much to read or to write."""
+    rank = dist.get_rank(group)
+    return Meeting(group, timeout=1.0).hold(
+        "reading", lambda: time.sleep(6 * rank), lambda reports: ["done"] * len(reports), moved=moved
+    )
+
+
 def forgets_the_group(group: Any, folder: str) -> None:
     saved(Path(folder), 1)
 
@@ -212,34 +224,35 @@ def ends_at(moment: int, how: str = "kill", also: tuple[int, ...] = ()) -> None:
     durable._Summed.write = counted(durable._Summed.write, 0.1)  # type: ignore[method-assign]  # there are hundreds
 
 
-def killed_at_every_moment(group: Any, folder: str) -> list[tuple[int, int]]:
-    """A process saves alone, and is killed before its first change on the disk, its second, and so on.
+def killed_at_every_moment(group: Any, folder: str, is_damaged: bool) -> list[int]:
+    """A process saves step 3 alone, and is killed before its first change on the disk, its second, and so on.
 
-    Returns the moments, with the step that was found after each; all else is asserted.
+    Step 3 was saved before, by a run that came this far: as the only one, or damaged, with good ones before it. Returns
+    the step that was found after each moment; all else is asserted.
     """
     template = Path(folder) / "template"
     for step in (1, 2, 3):
-        saved(template, step, keep=3)
-    (template / "step-00000003" / "manifest.json").write_text("")  # damaged: to be replaced, and not counted
-    found: list[tuple[int, int]] = []
-    moment = 1
+        saved(template, step, keep=3 if is_damaged else 1)
+    if is_damaged:
+        (template / "step-00000003" / "manifest.json").write_text("")
+    found: list[int] = []
     while True:
-        place = Path(folder) / str(moment)
+        place = Path(folder) / str(len(found))
         shutil.copytree(template, place)
         child = os.fork()
         if child == 0:
-            ends_at(moment)
+            ends_at(len(found) + 1)
             saved(place, 3, keep=1)
             os._exit(0)
         status = os.waitpid(child, 0)[1]
-        found.append((moment, loaded(place)))
+        found.append(loaded(place))
         saved(place, 4, keep=1)  # the lock went with its owner
         assert sorted(path.name for path in place.iterdir()) == ["lock", "step-00000004"]
         assert loaded(place) == 4
+        checkpoints.release(place)
         shutil.rmtree(place)
-        if status == 0:  # it had been saved before the moment came
+        if status == 0:  # it had saved before the moment came
             return found
-        moment += 1
 
 
 def killed_while_saving(group: Any, folder: str, victim: int, moment: int, everybody: bool) -> str:

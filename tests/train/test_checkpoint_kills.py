@@ -14,14 +14,14 @@ from worlds import World, results
 pytestmark = pytest.mark.processes
 
 
-def test_killed_at_every_moment_of_a_save(tmp_path):
-    """Alone: 3 is damaged and saved again, 2 is good, 1 is old; what is found is 2 until it is the new 3."""
-    found = results(1, "checkpoint_programs:killed_at_every_moment", str(tmp_path), limit=100.0)[0]
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_killed_at_every_moment_of_a_save(is_damaged, tmp_path):
+    """Of the step that is saved there is a damaged checkpoint, to be replaced, or a good one, and no other."""
+    found = results(1, "checkpoint_programs:killed_at_every_moment", str(tmp_path), is_damaged, limit=100.0)[0]
     assert len(found) > 30
-    steps = [step for _, step in found]
-    assert steps[0] == 2
-    assert steps[-1] == 3
-    assert steps == sorted(steps)  # once the new one is there, no moment takes it away
+    assert found[0] == (2 if is_damaged else 3)
+    assert found[-1] == 3
+    assert found == sorted(found)  # once the new one is there, no moment takes it away
 
 
 def killed(folder, size, victim, moment, everybody):

@@ -125,6 +125,19 @@ def test_a_run_goes_on_as_if_nothing_had_happened(folder):
     assert steps(*other) == uninterrupted
 
 
+def test_the_loop_of_the_page_runs_twice(tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    script = page.partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        exec(compile(script, "docs/checkpoints.md", "exec"), {})
+    checkpoints.release(tmp_path / "runs" / "a")
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "no complete checkpoint in runs/a"
+    assert f"says `{second}`" in " ".join(page.split())
+    assert names(tmp_path / "runs" / "a") == ["lock", "step-00000005", "step-00000006"]
+
+
 def test_random_numbers_of_numpy_come_back(folder):
     import numpy as np
 
@@ -208,8 +221,6 @@ def test_each_rank_goes_on_with_random_numbers_of_its_own(tmp_path):
     folder = str(tmp_path / "run")
     drawn = results(3, "checkpoint_programs:own_numbers", folder, True)
     assert len({str(numbers) for numbers in drawn}) == 3
-    assert results(3, "checkpoint_programs:own_numbers", folder, False) == drawn
-    assert results(2, "checkpoint_programs:own_numbers", folder, False) == drawn[:2]
     assert results(4, "checkpoint_programs:own_numbers", folder, False) == [*drawn, drawn[0]]
 
 
@@ -847,3 +858,11 @@ def test_a_forgotten_group_is_refused(tmp_path):
     for outcome in World(2, "checkpoint_programs:forgets_the_group", (str(tmp_path),), ends="at once").run():
         assert outcome.error == "ArgumentError"
         assert outcome.text == "there are 2 ranks, and no group says which of them take part; give group="
+
+
+@pytest.mark.processes
+def test_a_rank_that_has_much_to_read_is_waited_for():
+    assert results(2, "checkpoint_programs:is_slow", 10**9) == ["done", "done"]
+    waited = World(2, "checkpoint_programs:is_slow", (0,), ends="at once").run()[0]
+    assert waited.error == "PeerLost"
+    assert waited.rank_named == 1

@@ -68,6 +68,7 @@ def find(folder: Path, *, group: Any = None, timeout: float | None = None) -> Fo
     """The newest checkpoint in `folder` whose every file is there with its size and checksum.
 
     With a `group` all its ranks call it, share the reading, and get the same answer. No folder is no checkpoint.
+    `timeout` is that of `save`.
     """
     folder = Path(folder)
     meeting = Meeting(group, timeout=timeout)
@@ -123,6 +124,7 @@ def _damage(candidate: _Candidate, meeting: Meeting) -> str:
         f"reading {path}",
         lambda: _damage_of(path, trusted, sorted(trusted.files)[meeting.rank :: meeting.ranks]),
         lambda reports: ["; ".join(filter(None, reports))] * meeting.ranks,
+        moved=trusted.bytes,
     )
 
 

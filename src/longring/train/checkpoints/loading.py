@@ -35,7 +35,7 @@ def load(
     `state` has the shape of what was saved: tensors of the same sizes and dtypes, dealt over ranks in any way, and any
     values where there were values. Whole parts of the top level may be left out (a model without its optimiser);
     within one, nothing may be missing or left over. A rank goes on with its own `per_rank`, or, where more ranks load
-    than wrote, with that of rank `rank % writers`.
+    than wrote, with that of rank `rank % writers`. `timeout` is that of `save`.
     """
     if found.path is None or found.manifest is None:
         raise ArgumentError(f"there is nothing to load: {found.describe()}")
@@ -45,6 +45,7 @@ def load(
         f"loading {path}",
         lambda: _load(path, trusted, state, per_rank, meeting.rank),
         lambda reports: reports,
+        moved=trusted.bytes,
     )
     return trusted.about
 

@@ -22,6 +22,7 @@ from ...transport.select import transport_for, world_size
 
 T = TypeVar("T")
 R = TypeVar("R")
+SLOWEST = 50e6  # bytes per second of the slowest disk that is waited for
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -51,10 +52,13 @@ class Meeting:
         self.rank, self.ranks = self._transport.rank, self._transport.size
         self._device = _device(self._transport)
 
-    def hold(self, what: str, part: Callable[[], T], decide: Callable[[list[T]], Sequence[R]]) -> R:
-        """Do `part` on every rank, `decide` on rank 0 with all that came of it, and give each rank its answer."""
+    def hold(self, what: str, part: Callable[[], T], decide: Callable[[list[T]], Sequence[R]], *, moved: int = 0) -> R:
+        """Do `part` on every rank, `decide` on rank 0 with all that came of it, and give each rank its answer.
+
+        A rank that is busy reading or writing its share of the `moved` bytes is not taken for lost.
+        """
         mine = _outcome(self.rank, part)
-        with self._transport.converse({"call": what}, timeout=self._timeout) as talk:
+        with self._transport.converse({"call": what}, timeout=self._patience(moved)) as talk:
             answers: list[Any] = []
             reports = self._gathered(talk, mine, what)
             if self.rank == 0:
@@ -64,6 +68,9 @@ class Meeting:
         if isinstance(answer, _Refusal):
             raise (ArgumentError if answer.is_argument else CheckpointError)(f"{what}: {answer.text}")
         return answer
+
+    def _patience(self, moved: int) -> float | None:
+        return None if self._timeout is None else self._timeout + moved / SLOWEST
 
     def _gathered(self, talk: Conversation, mine: Any, what: str) -> list[Any]:
         others = range(1, self.ranks)

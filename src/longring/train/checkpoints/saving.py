@@ -30,6 +30,7 @@ class _Order(NamedTuple):
 
     draft: Path
     plan: SavePlan
+    bytes: int  # of all ranks together
 
 
 class _Part(NamedTuple):
@@ -58,8 +59,8 @@ def save(
     JSON for whoever looks. The `keep` newest complete checkpoints up to this one stay.
 
     Where anything fails on any rank, CheckpointError is raised on all of them, and where a rank is lost, PeerLost on
-    all others; what was saved before is then as it was. `timeout` bounds every wait for another rank, in seconds; None
-    is the group's own.
+    all others; what was saved before is then as it was. `timeout` bounds every wait for another rank, in seconds, and a
+    second more for each 50 MB that the ranks write together; None is the group's own.
     """
     folder = Path(folder)
     meeting = Meeting(group, timeout=timeout)
@@ -68,7 +69,9 @@ def save(
         order = meeting.hold(
             f"planning the checkpoint of step {step}", lambda: work.planned(state, per_rank), work.ordered
         )
-        return meeting.hold(f"saving the checkpoint of step {step}", lambda: work.written(order), work.committed)
+        return meeting.hold(
+            f"saving the checkpoint of step {step}", lambda: work.written(order), work.committed, moved=order.bytes
+        )
     except BaseException:
         work.undo()
         raise
@@ -110,7 +113,7 @@ class _Saving:
         self.draft.mkdir()
         plans, self.metadata = self.planner.create_global_plan(plans)
         plans = _Writer(self.draft).prepare_global_plan(plans)
-        return [_Order(self.draft, plan) for plan in plans]
+        return [_Order(self.draft, plan, _size(plans)) for plan in plans]
 
     def written(self, order: _Order) -> _Part:
         if not order.draft.is_dir():
@@ -151,6 +154,10 @@ class _Writer(FileSystemWriter):
         return StorageMeta()
 
 
+def _size(plans: list[SavePlan]) -> int:
+    return sum(item.tensor_storage_size() or 0 for plan in plans for item in plan.items)
+
+
 def _made(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ArgumentError(f"{folder} is a file; checkpoints need a folder")
@@ -183,7 +190,7 @@ def _prune(folder: Path, step: int, keep: int) -> None:
     """
     good = 0
     for entry in entries(folder):
-        if entry.fate == REPLACED or (entry.fate is None and entry.step <= step and good >= keep):
+        if entry.fate == REPLACED or (entry.fate is None and good >= keep):
             _delete(entry.path, entry.step)
         elif entry.fate is None and entry.step <= step:
             good += _looks_good(entry.path)
