@@ -237,8 +237,14 @@ def test_prompts_that_are_no_prompts():
 
 
 def test_beyond_what_xpos_was_made_for():
-    with pytest.raises(lr.ArgumentError, match="xPos was made for"):
+    with pytest.raises(lr.ArgumentError, match="a prompt of 23 tokens and 201 that are read behind it, but xPos"):
         made("longnet").generate(prompt(), new_tokens=NEW + 2)
+    cache, model = Cache(), made("longnet")
+    tokens = prompt(length=PROMPT + NEW + 1)
+    with torch.no_grad():
+        model(tokens[:, :-1], cache=cache)
+        with pytest.raises(lr.ArgumentError, match="224 tokens, but xPos was made for a length of 223"):
+            model(tokens[:, -1:], sharding="replicated", cache=cache)
 
 
 def test_torchscale_has_no_cache():

@@ -44,6 +44,9 @@ class Model(Protocol):
     @property
     def timeout(self) -> float | None: ...
 
+    @property
+    def longest(self) -> int | None: ...
+
     def __call__(self, tokens: Tensor, **words: Any) -> Tensor: ...
 
 
@@ -61,6 +64,7 @@ def generate(model: Model, tokens: Tensor, **words: Unpack[Words]) -> Tensor:
         _refuse_unknown(words)
         asked = _Generation(**words)
         asked.check_vocabulary(model.embedding.num_embeddings)
+        asked.check_length(tokens, model.longest)
     except (ArgumentError, TypeError) as error:
         if isinstance(sharding := words.get("sharding"), Sharding):
             sharding.transport.decline(error)  # or the others would wait for this rank's first answer
@@ -138,6 +142,16 @@ class _Generation:
         s = self.sharding
         sizes, rank = ([tokens.shape[1]], 0) if s is None else (s.dealt.sizes, s.rank)
         return max(1, sizes_in_the_end(sizes, self.new_tokens - 1)[rank])
+
+    def check_length(self, tokens: Tensor, longest: int | None) -> None:
+        if longest is None or not isinstance(tokens, Tensor) or tokens.ndim != 2:  # which the model refuses
+            return
+        prompt = tokens.shape[1] if self.sharding is None else self.sharding.length
+        if prompt + self.new_tokens - 1 > longest:
+            raise ArgumentError(
+                f"a prompt of {prompt:,} tokens and {self.new_tokens - 1:,} that are read behind it, but xPos was made "
+                f"for a length of {longest:,}"
+            )
 
     def check_vocabulary(self, size: int) -> None:
         if self.top_k is not None and self.top_k > size:

@@ -94,12 +94,17 @@ class Stack(nn.Module):
             return None
         if positions is None:
             length = _whole_length(x, sharding, cache)
-            if isinstance(self.positions, XPos) and length > self.positions.length:
-                raise ArgumentError(f"{length:,} tokens, but xPos was made for a length of {self.positions.length:,}")
+            if self.longest is not None and length > self.longest:
+                raise ArgumentError(f"{length:,} tokens, but xPos was made for a length of {self.longest:,}")
             positions = held_positions(x, sharding)
             if is_replicated(sharding):
                 positions += length - x.shape[1]
         return self.positions.at(positions, dtype=accumulator_dtype(x.dtype))
+
+    @property
+    def longest(self) -> int | None:
+        """The longest sequence that its positions were made for, if they end."""
+        return self.positions.length if isinstance(self.positions, XPos) else None
 
     def extra_repr(self) -> str:
         return "checkpoint_activations=True" if self.checkpoint_activations else ""
@@ -159,6 +164,11 @@ class LanguageModel(nn.Module):
     def generate(self, tokens: Tensor, **words: Unpack[Words]) -> Tensor:
         """Further tokens [batch, up to new_tokens], the same on every rank: words as for `longring.models.generate`."""
         return generate(self, tokens, **words)
+
+    @property
+    def longest(self) -> int | None:
+        """The longest sequence that its positions were made for, if they end."""
+        return self.stack.longest
 
     @property
     def timeout(self) -> float | None:
