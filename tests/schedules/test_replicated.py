@@ -207,3 +207,17 @@ def test_dilated_attention_and_branches_apart():
     for more in ({}, {"mixing_gradient": False}):
         for out in run_ranks(3, lambda g, more=more: program(g, **more)):
             torch.testing.assert_close(out, want, atol=1e-6, rtol=1e-5)
+
+
+def test_every_wait_is_bounded_as_was_asked():
+    """A rank that never makes the call is an error on the others, with the time and the step."""
+
+    def program(group):
+        s = lr.Sharding(30, group, "contiguous")
+        q, k = torch.randn(1, 1, 2, D), torch.randn(1, 10, 2, D)
+        if group.rank != 1:
+            return lr.attention(q, k, k, sharding="replicated", kv_sharding=s, timeout=0.2)
+        return None
+
+    with pytest.raises(lr.PeerLost, match=r"rank 1 \(forward, answers\)"):
+        run_ranks(3, program)
