@@ -32,6 +32,24 @@ def play(q, k, v, dout, dlse, **options):
     return Result(sim.out.detach(), sim.lse.detach(), *gradients), sim
 
 
+@pytest.fixture
+def poisoned():
+    """Memory that nobody wrote is nan."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "exchange", "ulysses"])
+@pytest.mark.parametrize("layout", ["contiguous", "striped"])
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+def test_rows_that_did_not_come_are_not_read(schedule, layout, pattern, poisoned):
+    q, k, v, dout, dlse = tensors(2, 64, 64, 6, 3, 4)
+    got, _ = play(q, k, v, dout, dlse, ranks=3, pattern=pattern, layout=layout, schedule=schedule)
+    assert all(x.isfinite().all() for x in got[2:])
+    assert got.out.isfinite().all()
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)

@@ -17,12 +17,15 @@ def pack(x: Tensor, parcel: Parcel, within: range) -> Tensor:
 
 
 def unpack(flat: Tensor, parcel: Parcel, batch: int, kv_heads: int) -> Tensor:
-    """The parcel as [batch, rows of its frame, kv_heads, d]; rows that are not in it have no meaning."""
+    """The parcel as [batch, rows of its frame, kv_heads, d]; rows that are not in it are whatever was there before.
+
+    Of LongNet's far branches a few rows come, and the frame is as long as the shard: to clear it would take longer.
+    """
     d = flat.numel() // parcel.vectors
     shape = (batch, len(parcel.frame), kv_heads, d)
     if is_one_block(parcel, batch, kv_heads):
         return flat.view(shape)
-    x = flat.new_zeros(shape)
+    x = flat.new_empty(shape)
     for place, part in _places_and_parts(x, flat, parcel, parcel.frame):
         place.copy_(part)
     return x
