@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -134,3 +136,12 @@ def test_differences_are_told_as_flags():
     config = Config(dim=64, heads=4).settled(device="cpu", ranks=1)
     was = {**config.as_json(), "dim": 32}
     assert differences(config, was, ("dim", "heads")) == ["--dim was 32 and is 64"]
+
+
+def test_the_files_of_the_documentation_are_settings(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    shown = re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)
+    assert shown
+    for number, text in enumerate(shown):
+        (tmp_path / f"{number}.toml").write_text(text)
+        read({}, tmp_path / f"{number}.toml").settled(device="cpu", ranks=4)
