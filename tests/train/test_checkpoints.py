@@ -670,7 +670,11 @@ time.sleep(100)
 
 def test_a_claim_is_not_inherited(folder):
     saved(folder, 1)
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # later Pythons warn of threads, which the child does not use
+        child = os.fork()
     if child == 0:
         os._exit(17 if "another run" in refused(folder) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
@@ -764,6 +768,24 @@ def test_what_killed_runs_left_is_removed(folder):
     assert [skip.name for skip in found.skipped] == ["step-00000002.saving-0123abcd"]
     saved(folder, 3)
     assert names(folder) == ["lock", "step-00000001", "step-00000003"]
+
+
+def test_a_run_that_goes_on_meanwhile_is_looked_at_again(folder, monkeypatch):
+    """With keep=1 the one that was found is deleted while it is read."""
+    saved(folder, 1, keep=1)
+    check_sums, still = manifest.check_sums, [2, 3]
+
+    def slow(path, *more):
+        if still:
+            saved(folder, still.pop(0), keep=1)
+        check_sums(path, *more)
+
+    monkeypatch.setattr(manifest, "check_sums", slow)
+    found = checkpoints.find(folder)
+    assert (found.step, found.skipped) == (3, ())
+    still += range(4, 100)
+    with pytest.raises(lr.CheckpointError, match="deleted faster than they can be read"):
+        checkpoints.find(folder)
 
 
 def test_steps_of_any_number_are_in_order(folder):

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...errors import ArgumentError
+from ...errors import ArgumentError, CheckpointError
 from . import manifest
 from .manifest import Damaged, Manifest
 from .meeting import Meeting
 from .names import DELETING, REPLACED, SAVING, Entry, entries
 
+LOOKS = 10  # at a folder whose checkpoints go away while they are read
 _WHY = {
     SAVING: "it was not finished: its writer was ended, or is at it now",
     DELETING: "it was being deleted",
@@ -72,12 +73,23 @@ def find(folder: Path, *, group: Any = None, timeout: float | None = None) -> Fo
     """
     folder = Path(folder)
     meeting = Meeting(group, timeout=timeout)
+    for _ in range(LOOKS):
+        found = _found(folder, meeting)
+        if found is not None:
+            return found
+    raise CheckpointError(f"the checkpoints of {folder} are deleted faster than they can be read; keep more of them")
+
+
+def _found(folder: Path, meeting: Meeting) -> Found | None:
+    """None where one went away while it was read: the run that made it lives, and has a newer one by now."""
     candidates: list[_Candidate] = meeting.hold(
         f"looking for checkpoints in {folder}", lambda: None, lambda _: [_look(folder)] * meeting.ranks
     )
     skipped: list[Skipped] = []
     for candidate in candidates:
         damage = _damage(candidate, meeting)
+        if damage is None:
+            return None
         if not damage:
             return Found(folder, candidate.path, candidate.manifest, tuple(skipped))
         skipped.append(Skipped(candidate.path.name, damage))
@@ -115,15 +127,15 @@ def _trusted(entry: Entry) -> Manifest:
     return trusted
 
 
-def _damage(candidate: _Candidate, meeting: Meeting) -> str:
-    """What is wrong with it, in all ranks' eyes, of whom each reads a share of the files."""
+def _damage(candidate: _Candidate, meeting: Meeting) -> str | None:
+    """What is wrong with it, in all ranks' eyes, of whom each reads a share of the files; None if it went away."""
     path, trusted = candidate.path, candidate.manifest
     if trusted is None:
         return candidate.damage
     return meeting.hold(
         f"reading {path}",
         lambda: _damage_of(path, trusted, sorted(trusted.files)[meeting.rank :: meeting.ranks]),
-        lambda reports: ["; ".join(filter(None, reports))] * meeting.ranks,
+        lambda reports: ["; ".join(filter(None, reports)) if path.exists() else None] * meeting.ranks,
         moved=trusted.bytes,
     )
 
