@@ -73,9 +73,18 @@ def refusals(configs: list[Any]) -> list[str]:
 
 
 def losses(out: Path) -> list[float]:
+    return _column(out, "loss")
+
+
+def norms(out: Path) -> list[float]:
+    """Of the gradients, before they are cut down: Adam takes gradients that are all too large for right ones."""
+    return _column(out, "gradient_norm")
+
+
+def _column(out: Path, name: str) -> list[float]:
     records = steps_of(out)
     assert [record["step"] for record in records] == list(range(1, len(records) + 1)), "every step once, in order"
-    return [record["loss"] for record in records]
+    return [record[name] for record in records]
 
 
 def launched(configs: list[Any], stop_in_step: int | None = None) -> list[Any]:
