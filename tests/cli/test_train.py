@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -41,7 +41,11 @@ def started(*arguments, before=COMMAND):
         yield running
     finally:
         if running.poll() is None:
+            ranks = children(running.pid)  # of torchrun, which gives each a session of its own
             os.killpg(running.pid, signal.SIGKILL)
+            for rank in ranks:
+                with suppress(ProcessLookupError):
+                    os.kill(rank, signal.SIGKILL)
         running.communicate()
 
 
