@@ -2,11 +2,13 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
+from commands import HEARING_CTRL_C
 from longring.bench.replay import run
 from longring.cli import main
 
@@ -123,3 +125,30 @@ def test_help_teaches(monkeypatch, capsys):
     assert code == 0
     assert "longring replay --tokens 1M --ranks 64" in said.out
     assert "float64 definition" in said.out
+
+
+A_CALL_THAT_HEARS_NOTHING = """
+import ctypes
+from longring.bench.replay import run
+
+def replay(*args, **options):
+    mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+    libc.pthread_mutex_lock(mutex)
+    print("ready", flush=True)
+    libc.pthread_mutex_lock(mutex)
+
+run.replay = replay
+from longring.cli import main
+main()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a mutex of 64 zeros is Linux's")
+def test_ctrl_c_ends_it_though_a_kernel_is_at_work():
+    command = [sys.executable, "-c", HEARING_CTRL_C + A_CALL_THAT_HEARS_NOTHING, "replay", *SMALL, "--json"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env={**os.environ, "NO_COLOR": "1"}, **pipes) as running:
+        assert running.stdout.readline() == "ready\n"
+        running.send_signal(signal.SIGINT)
+        out, said = running.communicate(timeout=60)
+    assert (running.returncode, out, said) == (130, "", "stopped\n")

@@ -193,6 +193,17 @@ def test_any_band_can_be_cut_without_bands_repeats_included(height, width, lo, h
     assert (whole == parts).all()
 
 
+@pytest.mark.parametrize(("lo", "hi"), [(0, 0), (-1, 0), (-5, 7), (3, 9), (-9, -3), (-700_000, 2)])
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_narrow_band_of_a_million_rows_is_a_few_tiles(lo, hi, step):
+    n = 1_000_003
+    band = Tile(range(1), range(2), range(5, 5 + step * n, step), range(0, step * n, step), lo, hi)
+    parts = without_bands(band)
+    assert len(parts) < 30
+    assert sum(part.pairs for part in parts) == band.pairs
+    assert all(part.shape != "band" for part in parts)
+
+
 # -------------------------------------------------------------------------------------------- by hand
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..plan.forecast import Choice, Forecast, Pass, Question
     from ..plan.hardware import Hardware
 
+MOST_RANKS = 1 << 16  # which take a quarter of a minute
 REAL = "nothing: no tensor was made and no rank was started"
 SIMULATED = (
     "everything: bytes and FLOPs are counted on the plans that the engine runs, memory by walking them, times by "
@@ -41,7 +42,7 @@ def plan(
         int | None,
         typer.Option(
             "--ranks",
-            parser=options.a_count("--ranks"),
+            parser=options.a_count("--ranks", most=MOST_RANKS),
             metavar="COUNT",
             help="Processes that share it, a GPU each.",
             show_default="8",

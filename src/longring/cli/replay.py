@@ -10,6 +10,7 @@ import typer
 from ..errors import ArgumentError
 from ..plan.quantities import spoken_bytes, spoken_seconds
 from . import options, screen
+from .interrupt import heard_within
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,7 +106,8 @@ def replay(
         seed=seed,
     )
     console = screen.console()
-    found = _watched(console, setting, forward_only, samples, repeats, quiet=as_json)
+    with heard_within(2.0):
+        found = _watched(console, setting, forward_only, samples, repeats, quiet=as_json)
     arguments |= {"rank": rank, "kv_heads": kv_heads}
     told = screen.envelope("replay", arguments, real=found.real, simulated=found.simulated) | found.to_json()
     if report is not None:

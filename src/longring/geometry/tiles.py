@@ -315,16 +315,39 @@ def without_bands(tile: Tile) -> tuple[Tile, ...]:
     """The same pairs as full, causal and flipped tiles, for kernels that know no window."""
     if tile.shape != "band":
         return (tile,)
-    pieces = (
-        Tile(tile.batch, tile.kv_heads, *_inside(tile, part), part.lo, part.hi)
-        for part in _cut_band(len(tile.rows), len(tile.cols), tile.lo, tile.hi)
-    )
-    cut = coalesce(list(pieces))
+    cut = coalesce(list(_pieces(tile)))
     if tile.repeat == ONCE:
         return cut
     if all(one.repeat == ONCE for one in cut):
         return tuple(replace(one, repeat=tile.repeat) for one in cut)
     return _repeated_one_by_one(tile, cut)
+
+
+def _pieces(tile: Tile) -> Iterator[Tile]:
+    """In order; strips that look alike, of which a narrow band has as many as rows, are cut once and repeated."""
+    kept = trim(len(tile.rows), len(tile.cols), tile.lo, tile.hi)
+    if kept is None:
+        return
+    rows, cols = _inside(tile, kept)
+    tile = replace(tile, rows=rows, cols=cols)
+    height, width, lo, hi = kept.height, kept.width, kept.lo, kept.hi
+    if lo is None or hi is None:
+        yield from _placed(tile, _cut_trimmed(height, width, lo, hi))
+        return
+    step = hi - lo + 1
+    tops = range(0, height, step)
+    first = -(-max(0, -lo) // step)
+    last = min(height - step, width - step - hi) // step
+    alike = range(first, last + 1) if last - first >= 2 else range(0)
+    repeat = Repeat(len(alike), step * tile.rows.step, step * tile.cols.step)
+    for number in (*range(alike.start), *alike[:1], *range(alike.stop, len(tops))):
+        strip = _cut_strip(tops[number], height, width, lo, hi)
+        yield from _placed(tile, strip, repeat if number in alike else ONCE)
+
+
+def _placed(tile: Tile, parts: Iterable[Band], repeat: Repeat = ONCE) -> Iterator[Tile]:
+    for part in parts:
+        yield Tile(tile.batch, tile.kv_heads, *_inside(tile, part), part.lo, part.hi, repeat)
 
 
 def _repeated_one_by_one(tile: Tile, cut: tuple[Tile, ...]) -> tuple[Tile, ...]:
@@ -375,12 +398,16 @@ def _cut_upper(height: int, width: int, hi: int) -> Iterator[Band]:
 
 
 def _cut_both(height: int, width: int, lo: int, hi: int) -> Iterator[Band]:
-    """As many rows at a time as the band is wide: left of a line no upper limit binds, right of it no lower."""
-    step = hi - lo + 1
-    for top in range(0, height, step):
-        rows = min(step, height - top)
-        middle = min(max(top + hi, 0), width)
-        for left, cols in ((0, middle), (middle, width - middle)):
-            if cols:
-                for part in _cut_band(rows, cols, lo + top - left, hi + top - left):
-                    yield part._replace(row=part.row + top, col=part.col + left)
+    """As many rows at a time as the band is wide."""
+    for top in range(0, height, hi - lo + 1):
+        yield from _cut_strip(top, height, width, lo, hi)
+
+
+def _cut_strip(top: int, height: int, width: int, lo: int, hi: int) -> Iterator[Band]:
+    """Left of a line no upper limit binds, right of it no lower."""
+    rows = min(hi - lo + 1, height - top)
+    middle = min(max(top + hi, 0), width)
+    for left, cols in ((0, middle), (middle, width - middle)):
+        if cols:
+            for part in _cut_band(rows, cols, lo + top - left, hi + top - left):
+                yield part._replace(row=part.row + top, col=part.col + left)
