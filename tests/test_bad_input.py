@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import longring as lr
+from longring import call
 from longring.errors import (
     ArgumentError,
     KernelRefusal,
@@ -397,6 +398,7 @@ def test_lengths_of_zero_are_fine():
 
 
 def test_rates_that_leave_rows_out_are_warned_about():
+    call._warn_of_rows_left_out.cache_clear()  # others may have been warned of the same rates before
     pattern = lr.Dilated([8], [3])
     with pytest.warns(lr.RowsLeftOut, match=r"every dilation rate of \[3\] is above 1"):
         lr.attention(Q, Q, Q, pattern=pattern)

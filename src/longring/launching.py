@@ -249,10 +249,28 @@ def _started(work: bytes, ranks: int, port: int, backend: str) -> Iterator[list[
     started: list[_Rank] = []
     try:
         for rank in range(ranks):
-            started.append(_start(work, rank, _environment(rank, ranks, port), backend))
+            with _undivided():
+                started.append(_start(work, rank, _environment(rank, ranks, port), backend))
         yield started
     finally:
         _end(started)
+
+
+@contextmanager
+def _undivided() -> Iterator[None]:
+    """Ctrl-C is heard behind this block: a rank of whose work half was written would say so in a traceback."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    heard: list[tuple[int, Any]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: heard.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if heard:
+        before(*heard[0])
 
 
 def _start(work: bytes, rank: int, environment: Mapping[str, str], backend: str) -> _Rank:

@@ -305,3 +305,22 @@ def is_alive(pid):
     except ProcessLookupError:
         return False
     return True
+
+
+def test_ctrl_c_waits_until_a_rank_is_started_whole():
+    """Heard in the middle of it, the rank would read half of its work."""
+    done = []
+
+    def interrupted():
+        with launching._undivided():
+            signal.raise_signal(signal.SIGINT)
+            done.append("the rest")
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert done == ["the rest"]
