@@ -115,9 +115,11 @@ class Size(NamedTuple):
         return 4 * self.heads * self.rows * self.cols * self.d / (2 if self.causal else 1)
 
 
-PLANNED = "cudnn"  # it makes a plan for every new shape and layout, which takes a good part of a second
+PLANNED = "cudnn"  # it makes a plan for every new shape and layout, 50 ms to a second on an H200
 UNPLANNED = ("flash_attn_4", "flash_attn_3", "flash_attn_2", "flash", "efficient")
-WORTH_A_PLAN = 4e9  # FLOPs: below, a plan saves at most 15 us a call, and of small tiles there are many kinds
+WORTH_A_PLAN = (
+    4e9  # FLOPs: below, a plan saves 20 us of a forward and 30 of a backward, and of small tiles there are many kinds
+)
 
 
 @lru_cache(maxsize=4096)

@@ -19,7 +19,7 @@ def pack(x: Tensor, parcel: Parcel, within: range) -> Tensor:
 def unpack(flat: Tensor, parcel: Parcel, batch: int, kv_heads: int) -> Tensor:
     """The parcel as [batch, rows of its frame, kv_heads, d]; rows that are not in it are whatever was there before.
 
-    Of LongNet's far branches a few rows come, and the frame is as long as the shard: to clear it would take longer.
+    Of LongNet's far branches a few rows come, and the frame is as long as the shard: it is not cleared for them.
     """
     d = flat.numel() // parcel.vectors
     shape = (batch, len(parcel.frame), kv_heads, d)

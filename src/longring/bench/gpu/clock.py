@@ -36,7 +36,8 @@ def timed(
 ) -> dict[str, Spread]:
     """Every call warmed up once, unless it is warm; then all in turns, so that clocks and heat are the same for all.
 
-    A chip at the limit of its power computes slower right after whoever took more of it, by some percent: so rounds
+    A call may be slower right after one that took more power; ratios of one kernel to itself were off by up to 4 %,
+    and that is the likely cause. So rounds
     begin with another call and go both ways, and each call that is not long is run once, unmeasured, before it is
     measured. Then the device is given something to do, so that what a call costs the host is hidden, as it is in a
     model: it is the device's time that is measured. A call that was far behind in the first round is not repeated,
