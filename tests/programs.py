@@ -666,13 +666,18 @@ def everybody_to_everybody(group: Any, numbers: int) -> int:
     return wrong
 
 
-def lost_on_the_way(group: Any, victim: int, how: str) -> tuple[bool, str, int | None]:
-    """The victim agrees to the call and is struck before it posts: only the vigil can tell."""
+def lost_on_the_way(group: Any, victim: int, how: str, *, is_loaded: bool = True) -> tuple[bool, str, int | None]:
+    """The victim agrees to the call and is struck before it posts: only the vigil can tell.
+
+    `is_loaded`: the kernels that look at what arrives are on the device before.
+    """
     transport = transport_for(group)
     rank, size = transport.rank, transport.size
     transport._patience = 3.0
     terms = {"call": "a ring"}
     block, arriving = (torch.full((3000,), float(rank), device=DEVICE) for _ in range(2))
+    if is_loaded:
+        assert not arriving.isnan().all()
     for call in range(2):
         with transport.converse(terms) as talk:
             talk._until_all_agree("greeting")
@@ -687,6 +692,22 @@ def lost_on_the_way(group: Any, victim: int, how: str) -> tuple[bool, str, int |
     except TransportError as error:
         return is_nan == is_from_victim, str(error), getattr(error, "rank", None)
     return False, "nobody noticed", None
+
+
+def lost_before_a_new_kernel(group: Any, victim: int, how: str) -> tuple[bool, str, int | None]:
+    return lost_on_the_way(group, victim, how, is_loaded=False)
+
+
+def lost_where_the_driver_hangs(group: Any, victim: int, how: str) -> tuple[bool, str, int | None]:
+    """Nothing more can be launched, as on a device that a thread loads a kernel on."""
+    from belts import ThreadBelt
+
+    class Stuck(ThreadBelt):
+        def fill(self, into: torch.Tensor, byte: int) -> None:
+            time.sleep(60)
+
+    transport_for(group)._symmetric.shore.rescuers = lambda: [Stuck()]
+    return lost_on_the_way(group, victim, how)
 
 
 def judged(group: Any, schedules: list[str], dtype: torch.dtype) -> list[str]:

@@ -110,6 +110,16 @@ def test_who_does_not_wait_on_the_host_finds_nan_and_then_the_name(how):
         assert outcomes[rank].status == 0, outcomes[rank].printed
 
 
+def test_who_loads_a_kernel_behind_a_lost_message_ends_or_finds_nan():
+    """CUDA loads a kernel when it is first used, and lets nobody launch anything until all before it is done."""
+    _, _, after = world(3, "lost_before_a_new_kernel", 1, "kill", watched=False, absent=(1,))
+    if after.status == 0:
+        assert after.value[0], after.value
+    else:
+        assert after.status == 1, after.printed
+        assert "rank 2 waited for rank 1" in after.printed
+
+
 def test_ranks_that_disagree_raise_and_end():
     for outcome in world(3, "disagree", 1, [1], "length", 13, 14, 20.0):
         assert outcome.error == "Disagreement", outcome.printed
@@ -125,7 +135,8 @@ def test_ranks_that_all_is_well_with_end_by_themselves():
 
 def test_without_leave_to_share_a_gpu_it_goes_through_the_host():
     """Torch refuses symmetric memory of ranks on one GPU, on every rank alike."""
-    outcomes = world(2, "ring", 1, environment={"LONGRING_TRANSPORT": "symmetric"})
+    without = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "0", "LONGRING_TRANSPORT": "symmetric"}
+    outcomes = world(2, "ring", 1, environment=without)
     for outcome in outcomes:
         assert outcome.error == "TransportError", outcome.printed
         assert "LONGRING_TRANSPORT=symmetric cannot be had: rank 0: " in outcome.text

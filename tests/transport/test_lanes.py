@@ -203,6 +203,16 @@ def test_who_does_not_wait_on_the_host_finds_nan_and_then_the_name(how):
 
 
 @processes
+def test_where_the_driver_takes_no_orders_the_process_ends_and_says_why():
+    """The rank before the lost one has all it waits for, and goes on."""
+    args = ("lost_where_the_driver_hangs", 1 << 16, 1, "kill")
+    before, _, after = World(3, "programs:on_belts", args, absent=(1,)).run(limit=40)
+    assert (before.value[2], before.status) == (1, 0), before.printed
+    assert after.status == 1
+    assert "longring: rank 2 waited for rank 1, a rank of the group is lost, and the device takes" in after.printed
+
+
+@processes
 def test_what_one_rank_cannot_share_none_does():
     """The others could allocate nothing here either, but the first obstacle is everyone's reason."""
     for said, reason in results(3, "programs:memory_that_cannot_be_shared", 0):

@@ -13,7 +13,9 @@ A rank that is lost leaves streams that would wait for ever. So transfers are wa
 has a timeout, which then raises in that call; else by a vigil beside it, and what is raised then is raised by the
 group's next wait or call. Either way the streams are let go once there is a verdict, and what had not arrived by
 then arrives as bytes of ones, which is nan in every floating-point format: a result is right, or nan, or an error.
-Where the device does not even take those, the process is ended with a message.
+Where the device does not even take those, the process is ended with a message. So it happens where a caller without a
+timeout launched, behind a message that never came, a kernel that its process had not used before: CUDA loads it then,
+waits with that for all that was launched, and lets no thread launch anything meanwhile.
 """
 
 from __future__ import annotations
@@ -197,7 +199,9 @@ class Region:
         """Living ranks still count their flags up from lower numbers: they are set again until all is over."""
         if self._is_quiet():
             return
-        self._spoil()
+        spoiling = send_carrier(self._spoil)  # the driver may keep whoever asks it for anything
+        if not spoiling.is_over(within=_GRACE) or spoiling.error is not None:
+            self._end_the_process()
         began = time.monotonic()
         while not self._is_quiet() and time.monotonic() < began + 4 * _GRACE:
             for (sent, _), end in self._ends.items():
@@ -205,7 +209,7 @@ class Region:
                     end.let_go()
             time.sleep(0.005)
 
-    def _spoil(self) -> None:
+    def _spoil(self, errand: Errand[None]) -> None:
         """Ones into every slot that this rank would still read; what was read before is right."""
         ends = [end for (sent, _), end in self._ends.items() if not sent]
         marks = []
@@ -213,17 +217,13 @@ class Region:
             for slot in (slot for end in ends for slot in end.slots):
                 rescuer.fill(slot, _ONES)
             marks.append(rescuer.mark())
-        end = time.monotonic() + _GRACE
         while not any(mark.query() for mark in marks):
-            if time.monotonic() > end:
-                self._end_the_process()
             time.sleep(0.005)
 
     def _end_the_process(self) -> NoReturn:
-        text = (
-            f"rank {self.rank}: a rank of the group is lost, and the device does nothing any more; ending the process"
-        )
-        sys.stderr.write(f"longring: {text}\n")
+        late = next((transfer.waits_for for transfer in self._under_way if not transfer._has_passed), None)
+        text = f"rank {self.rank} waited for rank {late}, a rank of the group is lost, and the device takes no orders"
+        sys.stderr.write(f"longring: {text}; ending the process. A timeout= of the call raises an error instead\n")
         sys.stderr.flush()
         os._exit(1)
 
