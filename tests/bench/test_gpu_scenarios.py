@@ -6,18 +6,20 @@ import torch
 from longring.bench.gpu import contest as contests
 from longring.bench.gpu.__main__ import main
 from longring.bench.gpu.clock import FAR_BEHIND, Turn, timed
-from longring.bench.gpu.contest import Differentiated, Directly, Stage, contest
+from longring.bench.gpu.contest import Differentiated, Directly, Stage, compare, contest
 from longring.bench.gpu.direct import FlashForCpu
 from longring.bench.gpu.given import Place, Shape, given
 from longring.bench.gpu.packages import Package, dilated_peers
 from longring.bench.gpu.scenarios import SCENARIOS, gpu_record, run_scenarios
 from longring.bench.gpu.sizes import FULL, QUICK, Sizes
+from longring.bench.records import Row, Spread
 from longring.geometry.patterns import Dense, Dilated
 
 CPU = torch.device("cpu")
 EQUAL, SHARED = Shape(128, 4, 4, 16), Shape(128, 4, 2, 16)
 TINY = Sizes(
     repeats=1,
+    dense_repeats=1,
     dense=((EQUAL, True), (SHARED, True), (EQUAL, False)),
     rings=((EQUAL, 2), (SHARED, 4)),
     simulated=((EQUAL, 2),),
@@ -101,7 +103,7 @@ def test_competitors_take_turns_and_stragglers_leave(monkeypatch):
     turns = {name: Turn(lambda name=name: played.append(name)) for name in times}
     found = timed(turns, CPU, repeats=3, keep=("kept",), is_warm=True)
     assert played == ["a", "b", "slow", "kept", "kept", "b", "a", "b", "kept", "a"]
-    assert {name: spread.runs for name, spread in found.items()} == {"a": 3, "b": 3, "slow": 1, "kept": 3}
+    assert {name: len(times) for name, times in found.items()} == {"a": 3, "b": 3, "slow": 1, "kept": 3}
 
 
 def test_what_is_short_is_run_more_often_and_led_in(monkeypatch):
@@ -112,9 +114,9 @@ def test_what_is_short_is_run_more_often_and_led_in(monkeypatch):
         return {name: 0.02 for name, _ in turns}
 
     monkeypatch.setattr("longring.bench.gpu.clock._round", round_)
-    assert timed({"a": Turn(print)}, CPU, repeats=5, is_warm=True)["a"].runs == 15
+    assert timed({"a": Turn(print)}, CPU, repeats=5, is_warm=True)["a"] == [0.02] * 15
     assert led_in == [False] + [True] * 14  # how long it takes shows in the first round
-    assert timed({"a": Turn(print)}, CPU, repeats=2, is_warm=True)["a"].runs == 2  # so few where it is long
+    assert timed({"a": Turn(print)}, CPU, repeats=2, is_warm=True)["a"] == [0.02] * 2  # so few where it is long
 
 
 def test_a_package_keeps_its_graph_for_its_turn_alone():
@@ -163,3 +165,14 @@ def test_sizes_are_what_the_goals_speak_of():
     assert FULL.longest_backward.n >= 2_500_000
     assert FULL.repeats >= 5
     assert QUICK.branches == FULL.branches == ((2048, 1), (4096, 2), (8192, 4), (16384, 8), (32768, 16))
+
+
+def test_who_took_turns_is_compared_round_by_round():
+    """The device slows down by a half: medians of each by itself would tell 1.25."""
+    rounds = {"longring": (1.1, 1.1, 1.65), "kernel": (1.0, 1.0, 1.5), "left": (0.55,)}
+    rows = [Row("a case", "forward", name, time=Spread.of(list(times)), rounds=times) for name, times in rounds.items()]
+    compare(rows, "longring", rows[1], "kernels")
+    compare(rows, "left", rows[0], "ours", efficiency=True)
+    assert rows[0].ratios == {"kernels": pytest.approx(1.1)}
+    assert rows[2].ratios == {"ours": pytest.approx(2.0)}
+    assert "rounds" not in rows[0].to_json()

@@ -76,6 +76,7 @@ class Row:
     causal: bool | None = None
     window: int | None = None  # tokens to each side, the query itself included
     dilated: str | None = None  # LENGTH:RATE,... of LongNet's branches
+    rounds: tuple[float, ...] = ()  # seconds in each round, for comparisons; a record has `time` alone
 
     @property
     def is_wrong(self) -> bool:
@@ -87,7 +88,9 @@ class Row:
         return max(self.peak_bytes) if self.peak_bytes else None
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"time": self.time and self.time._asdict()}
+        told = asdict(self) | {"time": self.time and self.time._asdict()}
+        del told["rounds"]
+        return told
 
 
 @dataclass

@@ -33,15 +33,15 @@ class Turn(NamedTuple):
 
 def timed(
     turns: dict[str, Turn], device: torch.device, *, repeats: int, keep: tuple[str, ...] = (), is_warm: bool = False
-) -> dict[str, Spread]:
-    """Every call warmed up once, unless it is warm; then all in turns, so that clocks and heat are the same for all.
+) -> dict[str, list[float]]:
+    """Seconds of each round, by name. Every call is warmed up once, unless it is warm; then all take turns.
 
-    A call may be slower right after one that took more power; ratios of one kernel to itself were off by up to 4 %,
-    and that is the likely cause. So rounds
-    begin with another call and go both ways, and each call that is not long is run once, unmeasured, before it is
-    measured. Then the device is given something to do, so that what a call costs the host is hidden, as it is in a
-    model: it is the device's time that is measured. A call that was far behind in the first round is not repeated,
-    unless it is in `keep`.
+    Clocks and heat drift, by one or two hundredths of a call's time within a second: who compares two calls compares
+    them round by round. And a call may be slower right after one that took more power; ratios of one kernel to itself
+    were off by up to 4 %, and that is the likely cause. So rounds begin with another call and go both ways, and each
+    call that is not long is run once, unmeasured, before it is measured. Then the device is given something to do, so
+    that what a call costs the host is hidden, as it is in a model: it is the device's time that is measured. A call
+    that was far behind in the first round is not repeated, unless it is in `keep`.
     """
     if not is_warm:
         _round(list(turns.items()), device)
@@ -53,7 +53,7 @@ def timed(
         order = chosen[first:] + chosen[:first]
         order = order[::-1] if number % 2 else order
         rounds.append(_round([(name, turns[name]) for name in order], device, is_led_in=_are_short(rounds)))
-    return {name: Spread.of([round_[name] for round_ in rounds if name in round_]) for name in turns}
+    return {name: [round_[name] for round_ in rounds if name in round_] for name in turns}
 
 
 def _enough(repeats: int, rounds: list[dict[str, float]]) -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...geometry.patterns import Pattern
-from ..records import Row
+from ..records import Row, Spread
 from .check import Errors, Result, allowed, check, errors_of
 from .clock import Turn, release, timed
 from .direct import Direct, Found
@@ -149,12 +150,15 @@ def contest(
         rounds = repeats or stage.sizes.repeats
         times = timed(turns, stage.device, repeats=rounds, keep=keep, is_warm=is_warm) if turns else {}
         work = flops(shape, pattern, phase)
-        for name, spread in times.items():
+        for name, rounds_of_it in times.items():
             entry, errors = fit[name]
+            spread = Spread.of(rounds_of_it)
             told = {quantity: error for quantity, error in errors.items() if _belongs(quantity, phase)}
             limits = {} if entry.instead else {quantity: allowed(x.q.dtype)[quantity] for quantity in told}
             rate = work * entry.share / spread.median / 1e12
-            rows.append(Row(case, phase, name, entry.kind, spread, rate, errors=told, allowed=limits, tokens=shape.n))
+            row = Row(case, phase, name, entry.kind, spread, rate, errors=told, allowed=limits, tokens=shape.n)
+            row.rounds = tuple(rounds_of_it)
+            rows.append(row)
     return rows
 
 
@@ -181,10 +185,13 @@ def _belongs(quantity: str, phase: str) -> bool:
 
 
 def compare(rows: list[Row], name: str, other: Row | None, what: str, *, efficiency: bool = False) -> None:
-    """Say of the rows called `name` how many times the other's time they take; or, as efficiency, the inverse."""
+    """Say of the rows called `name` how many times the other's time they take; or, as efficiency, the inverse.
+
+    Both took turns: it is the median of what the rounds say, in each of which they ran within moments of each other.
+    """
     for row in rows:
         if row.name == name and row.time and other and other.time and row.phase == other.phase:
-            ratio = row.time.median / other.time.median
+            ratio = median(mine / its for mine, its in zip(row.rounds, other.rounds, strict=False))
             row.ratios[what] = 1 / ratio if efficiency else ratio
 
 

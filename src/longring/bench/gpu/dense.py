@@ -32,7 +32,8 @@ def one_shape(stage: Stage, shape: Shape, causal: bool) -> list[Row]:
     if NEWEST in kernels:  # and as if it were not installed
         entries.append(_ours(WITHOUT, x, pattern, "cudnn"))
     entries += [Directly(kernel, x, causal) for kernel in kernels.values()]
-    rows = contest(stage, f"{'causal' if causal else 'full'}, {shape}", shape, pattern, x, entries)
+    case = f"{'causal' if causal else 'full'}, {shape}"
+    rows = contest(stage, case, shape, pattern, x, entries, repeats=stage.sizes.dense_repeats)
     for phase in ("forward", "backward"):
         compare(rows, "longring", best(rows, phase, "kernel"), TO_THE_BEST)
         compare(rows, WITHOUT, best([row for row in rows if row.name != NEWEST], phase, "kernel"), TO_THE_BEST)

@@ -81,8 +81,8 @@ def _repeated(stage: Stage, phase: str, call: Callable[[], Any], x: Given, patte
         found = Result(*call())
     errors = check(x, pattern, found)
     del found
-    time = timed({phase: Turn(call)}, stage.device, repeats=stage.sizes.repeats, is_warm=True)[phase]
-    return Played(phase, time, errors, *peak)
+    times = timed({phase: Turn(call)}, stage.device, repeats=stage.sizes.repeats, is_warm=True)[phase]
+    return Played(phase, Spread.of(times), errors, *peak)
 
 
 def _forward_once(stage: Stage, shape: Shape, pattern: Pattern) -> Played:

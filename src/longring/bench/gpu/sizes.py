@@ -12,6 +12,7 @@ K, M = 1 << 10, 1 << 20
 @dataclass(frozen=True)
 class Sizes:
     repeats: int
+    dense_repeats: int  # more: two calls of one kernel are told apart to a hundredth
     dense: tuple[tuple[Shape, bool], ...]  # with or without a causal mask
     rings: tuple[tuple[Shape, int], ...]  # and how many ranks
     simulated: tuple[tuple[Shape, int], ...]
@@ -49,6 +50,7 @@ def _narrow(n: int) -> Shape:
 
 FULL = Sizes(
     repeats=5,
+    dense_repeats=9,
     dense=(
         *((_usual(n), causal) for n in (8 * K, 32 * K, 128 * K) for causal in (True, False)),
         *((_narrow(n), causal) for n in (8 * K, 32 * K) for causal in (True, False)),
@@ -60,9 +62,8 @@ FULL = Sizes(
     far=((_usual(M), 64, (0, 21, 42, 63)),),
     far_repeats=2,
     dilated=(_usual(M), Shape(M, 12, 12, 64), _usual(64 * K), Shape(64 * K, 12, 12, 64)),
-    # whole segments of the longest branch, just above 6 and 2.5 million
-    longest_dilated=_usual(184 * 32 * K),
-    longest_backward=_usual(77 * 32 * K),
+    longest_dilated=_usual(6 * M),
+    longest_backward=_usual(5 * M // 2),
     longest_dense=_usual(2 * M),
     branches=tuple((2 * K << i, 1 << i) for i in range(5)),
     error=(Shape(16 * K, 4, 4, 128), 64),
@@ -72,6 +73,7 @@ FULL = Sizes(
 
 QUICK = Sizes(
     repeats=3,
+    dense_repeats=3,
     dense=((_usual(2 * K), True), (_usual(2 * K), False), (_narrow(2 * K), True), (_shared(2 * K), True)),
     rings=((_usual(8 * K), 4), (_shared(8 * K), 4)),
     simulated=((_usual(8 * K), 4),),
