@@ -20,6 +20,7 @@ SIDE = 512  # of a block of them
 
 HELD = 4  # parts of the total's size that may wait to be merged
 HELD_OF_SUMS = 1  # and in the backward, where memory is short
+HELD_UNTIL_DONE = 2  # where one look brings everything: no more than a float32 total of 16-bit parts would take
 ALWAYS_HELD = 1 << 26  # bytes that may wait in any case
 MERGED_AT_ONCE = 16  # parts that one pass takes; more of them take several, through an accumulator
 

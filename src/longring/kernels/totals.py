@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..geometry.portions import ALWAYS_HELD, HELD, HELD_OF_SUMS, are_too_many
+from ..geometry.portions import ALWAYS_HELD, HELD, HELD_OF_SUMS, HELD_UNTIL_DONE, are_too_many
 from ..numerics.online_softmax import Partial, accumulator_dtype, log_dtype, merge_, nothing_seen
 from .places import Part, Place
 from .triton import is_available
@@ -148,7 +148,7 @@ class Sum:
         """[many, heads, rows, d] of some of the rows."""
         if is_lazy(self._x.device) or (self.is_empty and place.covers(self._x)):
             self._parts.append(Part(place, part, None))
-            if _are_too_many(self._parts, self._x, HELD_OF_SUMS):
+            if _are_too_many(self._parts, self._x, HELD_UNTIL_DONE if self.can_be_done else HELD_OF_SUMS):
                 self.in_place()
         else:
             place.view(self.in_place()).add_(part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ...geometry.portions import ALWAYS_HELD, HELD, HELD_OF_SUMS, MERGED_AT_ONCE, are_too_many
+from ...geometry.portions import ALWAYS_HELD, HELD, HELD_OF_SUMS, HELD_UNTIL_DONE, MERGED_AT_ONCE, are_too_many
 from ...geometry.stacks import Place
 from .room import Like, Room, Taken
 
@@ -187,7 +187,8 @@ class Sum:
         if self._is_lazy or (self.is_empty and part.place.covers(self._x)):
             self._parts.append(part.kept())
             sizes = [one.out.size for one in self._parts]
-            if are_too_many(sizes, self._x.nbytes, most=HELD_OF_SUMS, always=ALWAYS_HELD):
+            most = HELD_UNTIL_DONE if self.can_be_done else HELD_OF_SUMS
+            if are_too_many(sizes, self._x.nbytes, most=most, always=ALWAYS_HELD):
                 self.in_place()
         else:
             self.in_place()
