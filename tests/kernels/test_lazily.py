@@ -51,7 +51,7 @@ def poisoned():
 @pytest.fixture
 def few_wait(monkeypatch):
     """Less than one whole part may wait, and three of the smallest in any case."""
-    for name in ("HELD", "HELD_OF_SUMS"):
+    for name in ("HELD", "HELD_OF_SUMS", "HELD_UNTIL_DONE"):
         monkeypatch.setattr(totals, name, 0)
     monkeypatch.setattr(totals, "ALWAYS_HELD", 1024)
 

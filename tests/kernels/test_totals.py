@@ -282,7 +282,7 @@ def test_parts_wait_for_one_pass(late, passes):
 
 @pytest.mark.parametrize(("held", "want"), [(1, [2, 2, 2, 1]), (2, [3, 3, 1]), (6, [7])])
 def test_no_more_than_so_many_wait(late, passes, monkeypatch, held, want):
-    for name in ("HELD", "HELD_OF_SUMS"):
+    for name in ("HELD", "HELD_OF_SUMS", "HELD_UNTIL_DONE"):
         monkeypatch.setattr(totals, name, held)
     monkeypatch.setattr(totals, "ALWAYS_HELD", 1)
     q = like(torch.bfloat16, late)
@@ -299,8 +299,21 @@ def test_no_more_than_so_many_wait(late, passes, monkeypatch, held, want):
     assert passes == want
 
 
+@pytest.mark.parametrize(("is_one_look", "want"), [(True, [3, 3, 1]), (False, [2, 2, 2, 1])])
+def test_gradients_of_one_look_wait_longer(late, passes, monkeypatch, is_one_look, want):
+    """As long as they weigh no more than the total that they would be summed up in."""
+    monkeypatch.setattr(totals, "ALWAYS_HELD", 1)
+    q = like(torch.bfloat16, late)
+    parts = made_for(q, [everything(q)] * 7)
+    originals, found = kept(parts), Sum(q, is_one_look=is_one_look)
+    for part in parts:
+        found.add(part.place, part.out)
+    assert_near(found.result(), exact_sum(originals, q), torch.float32)
+    assert passes == want
+
+
 def test_small_parts_wait_whatever_the_total_is(late, passes, monkeypatch):
-    for name in ("HELD", "HELD_OF_SUMS"):
+    for name in ("HELD", "HELD_OF_SUMS", "HELD_UNTIL_DONE"):
         monkeypatch.setattr(totals, name, 0)
     q = like(torch.bfloat16, late)
     monkeypatch.setattr(totals, "ALWAYS_HELD", 3 * q.nbytes)
@@ -313,7 +326,7 @@ def test_small_parts_wait_whatever_the_total_is(late, passes, monkeypatch):
 
 
 def test_a_single_part_waits_however_large(late, passes, monkeypatch):
-    for name in ("HELD", "HELD_OF_SUMS", "ALWAYS_HELD"):
+    for name in ("HELD", "HELD_OF_SUMS", "HELD_UNTIL_DONE", "ALWAYS_HELD"):
         monkeypatch.setattr(totals, name, 0)
     q = like(torch.float32, late)
     seen = Seen(q)
