@@ -87,9 +87,10 @@ def on_gpu(monkeypatch):
 
 
 @pytest.fixture
-def kernel(install, on_gpu, kind):
-    """By its name, installed and with a GPU."""
+def kernel(install, on_gpu, kind, monkeypatch):
+    """By its name, installed and with a GPU. The stand-in is right for every head dimension."""
     install(kind)
+    monkeypatch.setattr(FlashAttn4, "right_for", range(8, 257, 8))
     return kind.name
 
 
@@ -276,6 +277,13 @@ def test_a_cpu(install, kind):
     install(kind)
     assert "CUDA devices only" in kind().refusal(torch.empty(0, dtype=torch.bfloat16), 64)
     assert kind.package.module not in sys.modules
+
+
+@pytest.mark.parametrize("head_dim", [8, 16, 72, 96, 192])
+def test_flash_attn_4_where_it_was_wrong_or_was_not_tried(install, on_gpu, head_dim):
+    install(FlashAttn4)
+    assert "gave wrong gradients" in FlashAttn4().refusal(torch.empty(0), head_dim)
+    assert [FlashAttn4().refusal(torch.empty(0), right) for right in (64, 128, 256)] == [None] * 3
 
 
 @pytest.mark.parametrize("major", [10, 12])

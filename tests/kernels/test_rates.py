@@ -299,10 +299,10 @@ def test_head_dimensions_that_are_too_large_with_a_column_for_dlse(gpu, d, with_
     assert picked(tensor(d=d), "backward", with_dlse=with_dlse) == want
 
 
-def test_head_dimensions_between_steps_are_not_for_flash_attn_4(gpu):
+@pytest.mark.parametrize(("d", "want"), [(64, "flash_attn_4"), (68, "cudnn"), (72, "cudnn")])
+def test_head_dimensions_that_are_for_flash_attn_4(gpu, d, want):
     gpu(HOPPER_GPU, packages=[FA4])
-    assert picked(tensor(d=68)) == "cudnn"
-    assert picked(tensor(d=72)) == "flash_attn_4"
+    assert picked(tensor(d=d)) == want
 
 
 def test_what_this_pytorch_is_without_is_not_chosen(gpu):
