@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +16,8 @@ CACHE_BYTES = 1 << 28  # written before each call: more than any second-level ca
 HEAD_START = 3_000_000  # cycles, 1.5 ms: the device sleeps so long before each call, while the host prepares it
 FAR_BEHIND = 1.6  # times the fastest of the first round: such a one is not run again
 LONG_ENOUGH = 0.3  # seconds of a call's runs together: short ones are repeated more often
-MOST_ROUNDS = 25
+MOST_ROUNDS = 16
+LED_IN = 0.04  # seconds that a call runs unmeasured before it is measured, if it is shorter than LONG_ENOUGH
 
 Call = Callable[[], Any]
 
@@ -38,10 +41,10 @@ def timed(
 
     Clocks and heat drift, by one or two hundredths of a call's time within a second: who compares two calls compares
     them round by round. And a call may be slower right after one that took more power; ratios of one kernel to itself
-    were off by up to 4 %, and that is the likely cause. So rounds begin with another call and go both ways, and each
-    call that is not long is run once, unmeasured, before it is measured. Then the device is given something to do, so
-    that what a call costs the host is hidden, as it is in a model: it is the device's time that is measured. A call
-    that was far behind in the first round is not repeated, unless it is in `keep`.
+    were off by up to 4 %, and that is the likely cause. So rounds begin with another call and go both ways, two by
+    two, and each call that is not long runs for a while, unmeasured, before it is measured. Then the device is given
+    something to do, so that what a call costs the host is hidden, as it is in a model: it is the device's time that is
+    measured. A call that was far behind in the first round is not repeated, unless it is in `keep`.
     """
     if not is_warm:
         _round(list(turns.items()), device)
@@ -52,36 +55,41 @@ def timed(
         first = number // 2 % len(chosen)
         order = chosen[first:] + chosen[:first]
         order = order[::-1] if number % 2 else order
-        rounds.append(_round([(name, turns[name]) for name in order], device, is_led_in=_are_short(rounds)))
+        rounds.append(_round([(name, turns[name]) for name in order], device, lead_in=_lead_in(rounds)))
     return {name: [round_[name] for round_ in rounds if name in round_] for name in turns}
 
 
 def _enough(repeats: int, rounds: list[dict[str, float]]) -> int:
-    """As many rounds as asked for, or more where the fastest call is short."""
+    """As many rounds as asked for, or more where the fastest call is short; as many one way as the other."""
     if repeats < 3 or not rounds:
         return repeats
-    return max(repeats, min(MOST_ROUNDS, int(LONG_ENOUGH / max(min(rounds[0].values()), 1e-9))))
+    enough = max(repeats, min(MOST_ROUNDS, int(LONG_ENOUGH / max(min(rounds[0].values()), 1e-9))))
+    return enough + enough % 2
 
 
-def _are_short(rounds: list[dict[str, float]]) -> bool:
-    """Whether all that will be run again is over so soon that the one before is still felt."""
-    return bool(rounds) and min(rounds[0].values()) < LONG_ENOUGH
+def _lead_in(rounds: list[dict[str, float]]) -> dict[str, int]:
+    """How often each runs before it is measured: where all are over so soon that the one before is still felt."""
+    if not rounds or min(rounds[0].values()) >= LONG_ENOUGH:
+        return {}
+    return {name: math.ceil(LED_IN / max(seconds, LED_IN / 50)) for name, seconds in rounds[0].items()}
 
 
 def _is_close(name: str, first: dict[str, float]) -> bool:
     return first[name] <= FAR_BEHIND * min(first.values())
 
 
-def _round(turns: list[tuple[str, Turn]], device: torch.device, *, is_led_in: bool = False) -> dict[str, float]:
-    return _round_on_gpu(turns, device, is_led_in) if device.type == "cuda" else _round_on_host(turns)
+def _round(
+    turns: list[tuple[str, Turn]], device: torch.device, *, lead_in: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, float]:
+    return _round_on_gpu(turns, device, lead_in) if device.type == "cuda" else _round_on_host(turns)
 
 
-def _round_on_gpu(turns: list[tuple[str, Turn]], device: torch.device, is_led_in: bool) -> dict[str, float]:
+def _round_on_gpu(turns: list[tuple[str, Turn]], device: torch.device, lead_in: Mapping[str, int]) -> dict[str, float]:
     cache = torch.empty(CACHE_BYTES, dtype=torch.int8, device=device)
     events = {}
     for name, turn in turns:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        if is_led_in:
+        for _ in range(lead_in.get(name, 0)):
             turn.before()
             turn.call()
             turn.after()

@@ -187,12 +187,20 @@ def _belongs(quantity: str, phase: str) -> bool:
 def compare(rows: list[Row], name: str, other: Row | None, what: str, *, efficiency: bool = False) -> None:
     """Say of the rows called `name` how many times the other's time they take; or, as efficiency, the inverse.
 
-    Both took turns: it is the median of what the rounds say, in each of which they ran within moments of each other.
+    Both took turns: it is the median of what two rounds, one each way, say together, in which they ran within moments
+    of each other and as often after as before.
     """
     for row in rows:
         if row.name == name and row.time and other and other.time and row.phase == other.phase:
-            ratio = median(mine / its for mine, its in zip(row.rounds, other.rounds, strict=False))
+            ratio = median(_of_both_ways(row.rounds, other.rounds))
             row.ratios[what] = 1 / ratio if efficiency else ratio
+
+
+def _of_both_ways(mine: Sequence[float], its: Sequence[float]) -> list[float]:
+    shared = min(len(mine), len(its))
+    if shared < 2:
+        return [mine[0] / its[0]]
+    return [sum(mine[i : i + 2]) / sum(its[i : i + 2]) for i in range(0, shared - 1, 2)]
 
 
 def best(rows: list[Row], phase: str, kind: str) -> Row | None:

@@ -50,7 +50,7 @@ def _narrow(n: int) -> Shape:
 
 FULL = Sizes(
     repeats=5,
-    dense_repeats=9,
+    dense_repeats=10,
     dense=(
         *((_usual(n), causal) for n in (8 * K, 32 * K, 128 * K) for causal in (True, False)),
         *((_narrow(n), causal) for n in (8 * K, 32 * K) for causal in (True, False)),
