@@ -15,8 +15,9 @@ from longring.plan.quantities import spoken_bytes, spoken_seconds
 
 DOCS = Path(__file__).parent
 DOCUMENTS = ("networks.md", "benchmarks.md", "bench.md", "replay.md")
-GPU_RECORD = DOCS / "records" / "h200.json"
-RING_RECORD = DOCS / "records" / "h200_ring.json"  # taken by itself, of a later commit
+GPU_RECORD = DOCS / "records" / "h200_calls.json"
+RING_RECORD = DOCS / "records" / "h200_ring.json"  # taken minutes before, of another commit
+OF_RINGS = ("ring", "far ring", "error")
 RANKS_RECORD = DOCS / "records" / "bench.json"
 
 
@@ -28,6 +29,10 @@ def _gpu() -> Record | None:
 def _of_gpu(table: Callable[[Record], str]) -> str:
     record = _gpu()
     return "Not measured yet.\n" if record is None else table(record)
+
+
+def _of_rings(scenario: str) -> str:
+    return markdown(Record.load(RING_RECORD), scenario=scenario)
 
 
 def _of_ranks(table: Callable[[Record], str]) -> str:
@@ -85,7 +90,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ranks_machine": partial(_of_ranks, machine_table),
     "ranks": partial(_of_ranks, partial(ranks_markdown, scenario="report")),
     **{name: partial(_of_gpu, partial(markdown, scenario=name)) for name in SCENARIOS},
-    "ring": lambda: markdown(Record.load(RING_RECORD), scenario="ring"),
+    **{name: partial(_of_rings, name) for name in OF_RINGS},
     "ring goals": lambda: goal_table(Record.load(RING_RECORD)),
 }
 
