@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from longring.bench.records import commit
+
 RECORD = Path(__file__).parent.parent / "docs" / "records" / "train_overhead.json"
 MODEL = ("--dim", "128", "--layers", "2", "--heads", "4", "--device", "cpu")
 
@@ -68,10 +70,12 @@ def main() -> None:
             shares = f"attention {found['attention_share']:.0%}, communication {found['communication_share']:.0%}"
             print(f"turn {turn + 1}, {ranks} rank{'s' if ranks > 1 else ''}: {seconds:.2f} s a step, {shares}")
     found = overhead(alone, dealt)
-    print(f"{asked.ranks} ranks take {found:+.1%} of the time of one process with as many threads")
+    more_or_less = "more" if found > 0 else "less"
+    print(f"{asked.ranks} ranks take {abs(found):.1%} {more_or_less} time than one process with as many threads")
     if asked.write:
         about = {"command": ["longring", "train", *MODEL, *more], "context": asked.context, "ranks": asked.ranks}
         about |= {"torch": torch.__version__, "system": platform.platform(), "python": platform.python_version()}
+        about |= {"commit": commit()}
         RECORD.write_text(json.dumps(about | {"overhead": found, "alone": alone, "dealt": dealt}, indent=2) + "\n")
 
 
