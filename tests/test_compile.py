@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -502,9 +501,3 @@ print(*sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=100)
     assert not {"torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd"} & set(done.stdout.split())
-
-
-def test_what_the_page_shows():
-    page = Path(__file__).parents[1] / "docs" / "compile.md"
-    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
-    exec(compile(code, str(page), "exec"), {"__name__": "page"})

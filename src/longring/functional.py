@@ -96,6 +96,11 @@ def attention(
                     "flash_attn_3", "flash_attn_2", "triton"; `longring.explain` says what auto takes, and why.
     deterministic:  bit-identical results from run to run.
     timeout:        seconds after which a silent peer is an error.
+
+    >>> q, k, v = torch.randn(1, 300, 8, 16), torch.randn(1, 300, 2, 16), torch.randn(1, 300, 2, 16)
+    >>> out, lse = attention(q, k, v, pattern=Dense(window=(31, 0)), return_lse=True)
+    >>> list(out.shape), list(lse.shape)
+    ([1, 300, 8, 16], [1, 8, 300])
     """
     refuse_unbuilt("attention", not_built)
     if not isinstance(return_lse, bool):
@@ -208,6 +213,10 @@ def dilated_attention(
                       own, and weighed as if by constants. lse, if returned, keeps its true derivative.
     compat:           "torchscale" for what LongNet's released code computes on one device, for models trained with
                       it: docs/torchscale.md.
+
+    >>> q = k = v = torch.randn(1, 300, 4, 16)
+    >>> dilated_attention(q, k, v, segment_lengths=[64, 256], dilation_rates=[1, 4]).shape
+    torch.Size([1, 300, 4, 16])
     """
     if not isinstance(return_lse, bool):
         raise ArgumentError(f"return_lse must be True or False, got {return_lse!r}")
@@ -259,7 +268,12 @@ class Explanation:
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = CAUSAL, **options: Any) -> Explanation:
-    """What `attention` with the same arguments would take, and why. Computes and sends nothing."""
+    """What `attention` with the same arguments would take, and why. Computes and sends nothing.
+
+    >>> q = k = v = torch.randn(1, 300, 4, 16)
+    >>> explain(q, k, v).pairs  # of query and key, in all heads
+    180600
+    """
     options.pop("return_lse", None)
     unknown = {name: value for name, value in options.items() if name not in Options._fields}
     refuse_unbuilt("explain", unknown)

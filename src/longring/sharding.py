@@ -31,6 +31,10 @@ class Sharding:
     pattern:    what "auto" (and "dealt", for its documents) looks at.
 
     Any length and any number of ranks work, without padding; a rank may hold nothing.
+
+    >>> from longring.testing import run_ranks
+    >>> run_ranks(2, lambda group: Sharding(length=9, group=group).positions.tolist())
+    [[0, 1, 2, 7, 8], [3, 4, 5, 6]]
     """
 
     length: int

@@ -99,6 +99,11 @@ def simulate(
     Queries and keys are dealt by `layout` ("auto" looks at the pattern). Each rank has tensors of its own,
     so that what it holds can be counted as on a machine of its own. `node_ranks` consecutive ranks stand for one
     node, which "hybrid" and "double_ring" look at.
+
+    >>> q = k = v = torch.randn(1, 64, 2, 8)
+    >>> sim = simulate(q, k, v, ranks=4, schedule="gather")
+    >>> sim.layout, sim.bytes_sent == sim.forward.predicted_bytes
+    ('zigzag', True)
     """
     refuse_unbuilt("simulate", not_built)
     check_tensors(q, k, v)

@@ -1,26 +1,21 @@
 """Profiles: what real ranks did, put on one clock, and exported."""
 
 import json
-import re
-import shlex
 import sys
 import time
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from typer.main import get_command
 
 import profiled
 from longring.bench.profiling import memory, rank, run, spans, trace
 from longring.bench.profiling.memory import Account, Sample
 from longring.bench.profiling.rank import Run
 from longring.bench.profiling.spans import Span
-from longring.cli import app
 from longring.errors import LongringError
 from longring.geometry.patterns import Dense, Dilated
 from longring.launching import launch
@@ -431,22 +426,3 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
 def test_what_ranks_would_refuse_is_refused_before_they_start(change, named):
     with pytest.raises(LongringError, match=named):
         run.check(RING._replace(**change))
-
-
-# ------------------------------------------------------------------------------------------------------ the page
-
-PAGE = Path(__file__).parents[2] / "docs" / "profiling.md"
-
-
-def test_what_the_page_shows_runs():
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
-    exec(compile(code, str(PAGE), "exec"), {"__name__": "page"})
-
-
-def test_the_page_shows_options_that_there_are():
-    commands = re.findall(r"^longring (.*?)(?:\s+#.*|\s\|.*)?$", PAGE.read_text().replace("\\\n", ""), flags=re.M)
-    assert len(commands) == 4
-    for command in commands:
-        arguments = [word for word in shlex.split(command) if word.startswith("--")]
-        known = {option for one in get_command(app).commands["profile"].params for option in one.opts}
-        assert set(arguments) <= known

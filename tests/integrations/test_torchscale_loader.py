@@ -6,7 +6,6 @@ golden/torchscale_layers.json has the configs, the names and shapes of state_dic
 from __future__ import annotations
 
 import json
-import re
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from torch.func import functional_call
 
 import longring as lr
+from documents import code_of
 from longring.integrations.torchscale import decoder_config, encoder_config, load, translated
 from longring.models import LongNet, LongNetLM
 from longring.nn import Attention, DecoderLayer, EncoderLayer, Rotary
@@ -399,13 +399,10 @@ def test_the_page(monkeypatch):
         return {"model": state}
 
     monkeypatch.setattr(torch, "load", loaded)
-    page = (Path(__file__).parents[2] / "docs" / "torchscale.md").read_text()
-    codes = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    assert len(codes) == 2
-    for code in codes:
-        for long, short in (('layers": 12', 'layers": 2'), ('embed_dim": 768', 'embed_dim": 32'), ("3072", "48")):
-            code = code.replace(long, short)
-        said: dict[str, Any] = {"__name__": "page"}
-        exec(compile(code, "docs/torchscale.md", "exec"), said)
+    code = code_of("torchscale.md")[-1]
+    for long, short in (('layers": 12', 'layers": 2'), ('embed_dim": 768', 'embed_dim": 32'), ("3072", "48")):
+        code = code.replace(long, short)
+    said: dict[str, Any] = {"__name__": "page"}
+    exec(compile(code, "docs/torchscale.md", "exec"), said)
     assert said["out"].shape == (1, 500, 32)
     assert torch.equal(said["model"].stack.norm.bias, state["encoder.layer_norm.bias"])

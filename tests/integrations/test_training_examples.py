@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from training_runs import CONTEXT, DATA, LENGTH, made, whole_batch
 
 import longring as lr
+from documents import code_of
 from longring.nn import cross_entropy, next_tokens
 
 pytestmark = pytest.mark.processes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 
 
 def check_losses(*command):
@@ -54,7 +54,7 @@ def test_deepspeed_by_its_launcher():
 
 def what_the_page_shows():
     """Its one block of code, on whole sequences of the same length, and the gradients of one process."""
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    (code,) = code_of("training.md")
     model, whole = made(torch.float64), whole_batch(0)[0]
     names = {"lr": lr, "init_device_mesh": init_device_mesh, "next_tokens": next_tokens, "cross_entropy": cross_entropy}
     names |= {"data": DATA, "context": CONTEXT, "n": LENGTH, "model": model}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 
@@ -80,7 +78,6 @@ from longring.testing.budgets import SLACK, distance
 from longring.transport.loopback import Loopback
 
 DATA = ["plain", "padded", "packed"]
-GUIDE = Path(__file__).parents[2] / "docs" / "transformers.md"
 
 
 # ------------------------------------------------------------------------------------------------------- one process
@@ -777,13 +774,6 @@ def test_batches_that_contradict_themselves_are_refused(options, said):
 
 
 # ------------------------------------------------------------------------------------------- what is told and imported
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_the_guides_code_runs(number):
-    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), flags=re.DOTALL)
-    assert len(blocks) == 2
-    exec(compile(blocks[number], str(GUIDE), "exec"), {"__name__": "guide"})
 
 
 def said_by(code):

@@ -22,6 +22,7 @@ from checkpoint_programs import check, loaded, refused, saved, state_of, trained
 from torch import nn
 
 import longring as lr
+from documents import code_of
 from longring.train import checkpoints, states
 from longring.train.checkpoints import claims, durable, index, manifest
 from worlds import World, results
@@ -127,7 +128,7 @@ def test_a_run_goes_on_as_if_nothing_had_happened(folder):
 
 def test_the_loop_of_the_page_runs_twice(tmp_path, monkeypatch, capsys):
     page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
-    script = page.partition("```python\n")[2].partition("```")[0]
+    (script,) = code_of("checkpoints.md")
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
         exec(compile(script, "docs/checkpoints.md", "exec"), {})

@@ -28,6 +28,9 @@ def next_tokens(tokens: Tensor, *, documents: Any = None, lengths: Any = None, i
     where there is nothing to predict: at the last token, at the last of each document (boundaries
     [0, b1, ..., n], one list or one per row), and from the last token of a row's length on. `tokens` may be
     labels that hold `ignore_index` already.
+
+    >>> next_tokens(torch.tensor([[5, 6, 7, 8, 9]]), documents=[0, 3, 5]).tolist()
+    [[6, 7, -100, 9, -100]]
     """
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.is_floating_point():
         raise ArgumentError(f"tokens must be whole numbers [batch, n], got {spoken(tokens)}")
