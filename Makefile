@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FRAMEWORKS := $(VENV)/.frameworks
+SITE_TOOLS := $(VENV)/.site_tools
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -19,13 +20,14 @@ unexport PYRIGHT_PYTHON_FORCE_VERSION
 unexport PYRIGHT_PYTHON_PYLANCE_VERSION
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check soak format clean
+.PHONY: help demo test check soak docs format clean
 
 help:
 	@echo "make demo    run the demonstration (more with DEMO_ARGS=\"...\")"
 	@echo "make test    check, then all tests"
 	@echo "make check   lint, formatting, types, import rules"
 	@echo "make soak    the slow tests and a random search (about an hour)"
+	@echo "make docs    build the documentation into out/site"
 	@echo "make format  rewrite the code as check wants it"
 	@echo "make clean   remove .venv, caches and build outputs"
 	@echo "The first of them installs everything, pinned, into .venv."
@@ -43,6 +45,11 @@ soak: $(FRAMEWORKS)
 	env -u OMP_NUM_THREADS HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest --timeout=3000 $(SOAK_ARGS) \
 		tests/geometry/test_tiles.py tests/geometry/test_itinerary.py tests/contracts \
 		tests/test_simulate.py::test_any_task_is_exact_and_sends_what_was_predicted
+
+# Warnings are errors, dead links and anchors among them; what the theme has to say about its future is no warning.
+docs: $(SITE_TOOLS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "out/site/index.html; with search: $(BIN)/python -m http.server --directory out/site"
 
 check: $(FRAMEWORKS)
 	$(BIN)/ruff check
@@ -77,6 +84,11 @@ $(FRAMEWORKS): $(STAMP)
 	@DS_BUILD_OPS=0 $(PIP_INSTALL) --no-build-isolation --editable ".[deepspeed,fairscale]"
 	@touch $@
 
+$(SITE_TOOLS): $(STAMP)
+	@echo "installing mkdocs-material and mkdocstrings into $(VENV)"
+	@$(PIP_INSTALL) --no-build-isolation --editable ".[docs]"
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist out/site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
