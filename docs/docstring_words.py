@@ -14,7 +14,7 @@ from typing import Any
 
 from griffe import Extension
 
-WORD = re.compile(r"^(?P<word>[a-z_]\w*):(?: {1,}|$)(?P<rest>.*)$")
+WORD = re.compile(r"^(?P<words>[a-z_]\w*(?:, [a-z_]\w*)*): +(?P<rest>.+)$")
 DRAWN = re.compile(r"^[ ├└│─]*[├└│]──")
 
 
@@ -44,4 +44,6 @@ def _shown(part: str) -> str:
 
 def _item(line: str) -> str:
     found = WORD.match(line)
-    return f"- `{found['word']}`: {found['rest']}" if found else f"    {line.strip()}"
+    if not found:
+        return f"    {line.strip()}"
+    return f"- `{found['words'].replace(', ', '`, `')}`: {found['rest']}"
