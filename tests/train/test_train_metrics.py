@@ -14,6 +14,7 @@ from longring.train import stopping as stopping_module
 from longring.train.meter import Meter
 from longring.train.metrics import Metrics, steps
 from longring.train.picture import draw
+from longring.train.small_files import put
 from longring.train.stopping import Stopping, passed_on
 
 
@@ -41,6 +42,27 @@ def test_a_run_that_goes_on_keeps_the_steps_that_are_done(tmp_path):
         None,
     ]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"], "nothing is left beside it"
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
+    path = tmp_path / "config.json"
+    (tmp_path / ".config.json.0123abcd").write_text("hal")
+    put(path, "whole\n")
+    assert path.read_text() == "whole\n"
+    assert [left.name for left in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_file_is_as_it_was_when_its_writer_fails(tmp_path, monkeypatch):
+    path = tmp_path / "config.json"
+    put(path, "old")
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        put(path, "new")
+    assert path.read_text() == "old"
 
 
 def test_a_number_that_json_does_not_know_is_refused(tmp_path):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from .small_files import put
 
 NAME = "metrics.jsonl"
 SHOWN = ("loss", "tokens_per_second", "learning_rate", "gradient_norm")  # in TensorBoard
@@ -67,15 +67,9 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _keep(path: Path, step: int) -> None:
-    """Lines of steps up to this one; written beside the file and put in its place, so that a kill loses none."""
-    if not path.exists():
-        return
-    kept = [line for line, told in _lines(path) if told.get("step", 0) <= step]
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=NAME, delete=False, encoding="utf-8") as beside:
-        beside.writelines(kept)
-        beside.flush()
-        os.fsync(beside.fileno())
-    os.replace(beside.name, path)
+    """Lines of steps up to this one."""
+    if path.exists():
+        put(path, "".join(line for line, told in _lines(path) if told.get("step", 0) <= step))
 
 
 def _board(folder: Path, step: int) -> Any:

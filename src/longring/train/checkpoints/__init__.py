@@ -12,9 +12,9 @@ A reader needs no pickled code: the index goes through an unpickler that knows t
 else, tensors and plain values are read with weights_only.
 """
 
-from .claims import release
+from .claims import release, reserve
 from .finding import Found, Skipped, find
 from .loading import load
 from .saving import save
 
-__all__ = ["Found", "Skipped", "find", "load", "release", "save"]
+__all__ = ["Found", "Skipped", "find", "load", "release", "reserve", "save"]

@@ -9,9 +9,10 @@ import socket
 import time
 import warnings
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...errors import CheckpointError
+from .meeting import Meeting
 
 LOCK = "lock"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
@@ -23,6 +24,16 @@ class _Claim(NamedTuple):
 
 
 _held: dict[Path, _Claim] = {}
+
+
+def reserve(folder: Path, *, group: Any = None, timeout: float | None = None) -> None:
+    """Refuse on all ranks, by CheckpointError, to share the folder with another run, before anything is written there.
+
+    Every rank of `group` calls it, and rank 0 claims the folder, as it does at its first `save` anyway. `timeout` is
+    that of `save`.
+    """
+    meeting = Meeting(group, timeout=timeout)
+    meeting.hold(f"claiming {folder}", lambda: None, lambda _: [claim(Path(folder))] * meeting.ranks)
 
 
 def claim(folder: Path) -> bool:
