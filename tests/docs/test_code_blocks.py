@@ -1,4 +1,4 @@
-"""What pages and docstrings show is so: their Python runs, in order, and their commands are ones that there are.
+"""What pages and docstrings show is so: their Python runs, in order, their commands and data can be read.
 
 The blocks of a page share one namespace. One that cannot run here says why in a comment above it: `not run: reason`,
 or `run by tests/...: reason` where another test runs it; it is compiled all the same. A block of text under
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ast
 import doctest
+import json
 import os
 import sys
+import tomllib
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +26,7 @@ from longring.cli import app
 BLOCKS = {page: list(blocks(page)) for page in pages()}
 WITH_CODE = [page for page, found in BLOCKS.items() if any(block.is_run_here for block in found)]
 PYTHON = [block for found in BLOCKS.values() for block in found if block.is_python]
+DATA = [block for found in BLOCKS.values() for block in found if block.language in ("json", "toml", "yaml")]
 SHOWN = [(block, words) for found in BLOCKS.values() for block in found for words in commands(block)]
 FRAMEWORKS = {"transformers", "accelerate", "lightning", "deepspeed", "fairscale", "matplotlib"}
 
@@ -88,6 +91,18 @@ def test_what_does_not_run_here_says_why_and_compiles(block):
         assert len(block.note) > len(NOT_RUN)
     else:
         assert block.page.name in block.runner.read_text(), "it does not know the page"
+
+
+# -------------------------------------------------------------------------------------------------------- data
+
+
+@pytest.mark.parametrize("block", DATA, ids=where)
+def test_data_that_is_shown_can_be_read(block):
+    if block.language == "yaml":
+        yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+        assert all(yaml.safe_load_all(block.code))
+    else:
+        assert {"json": json.loads, "toml": tomllib.loads}[block.language](block.code)
 
 
 # ---------------------------------------------------------------------------------------------------- commands
