@@ -21,7 +21,7 @@ def test_nothing_said_is_something_small_on_cores_and_larger_on_gpus():
     assert (on_cores.batch, on_cores.warmup, on_cores.kv_heads) == (1, 10, 4)
     told = on_cores.as_json()
     assert Config(**json.loads(json.dumps(told))) == on_cores
-    left_open = {"data", "node_ranks", "feedforward", "window", "dilated"}
+    left_open = {"data", "weights", "node_ranks", "feedforward", "window", "dilated"}
     assert {name for name, value in told.items() if value is None} == left_open
 
 
@@ -56,6 +56,8 @@ def test_a_flag_wins_over_the_file_and_both_over_nothing(tmp_path):
         ("fsdp = 1", "--fsdp must be true or false, got 1"),
         ('out = ""', "--out must be a text, got ''"),
         ('dtype = "fp8"', "--dtype must be one of bf16, fp32, fp64; got 'fp8'"),
+        ('task = "keys"', "--task must be one of language, passkey; got 'keys'"),
+        ("rotary_base = 0", "--rotary-base must be a number above 0, got 0.0"),
     ],
 )
 def test_what_a_file_may_not_say(tmp_path, text, said):
@@ -86,6 +88,7 @@ def test_a_file_that_cannot_be_read(tmp_path):
         ({"steps": 5, "warmup": 6}, "--warmup must be at most --steps, got 6 and 5"),
         ({"window": 5, "dilated": "8:1"}, "--window is for dense attention"),
         ({"window": 5, "model": "longnet"}, "--window is for dense attention"),
+        ({"rotary_base": 5.0, "model": "longnet"}, "--rotary-base is for --model decoder; leave it out"),
         ({"dilated": "8"}, "LENGTH:RATE"),
         ({"ranks": 10**7}, "--ranks must be at most 1M, got 10,000,000"),
     ],

@@ -16,13 +16,14 @@ from .bench import app as bench
 from .conform import conform
 from .demo import demo
 from .doctor import doctor
+from .evaluate import evaluate
 from .plan import plan
 from .profile import profile
 from .quick import QuickCommand, QuickGroup
 from .replay import replay
 from .train import train
 
-ORDER = ("doctor", "plan", "bench", "profile", "replay", "train", "conform", "demo")
+ORDER = ("doctor", "plan", "bench", "profile", "replay", "train", "eval", "conform", "demo")
 """As one meets them: is all well here, what would it cost, what does it cost, use it, is it right, show me."""
 
 STOPPED, NOBODY_READS = 130, 141  # as a shell says of what ended by SIGINT and by SIGPIPE
@@ -41,6 +42,7 @@ app.add_typer(bench, name="bench")
 app.command()(profile)
 app.command()(replay)
 app.command()(train)
+app.command(name="eval")(evaluate)
 app.command()(conform)
 app.command()(demo)
 
@@ -105,12 +107,16 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _with_what_is_named(arguments: Sequence[str]) -> typer.Typer:
     """The app with the one command that comes first: making the others ready takes longer than some answers."""
-    named = [one for one in app.registered_commands if one.callback and [one.callback.__name__] == [*arguments[:1]]]
+    named = [one for one in app.registered_commands if one.callback and [_name(one)] == [*arguments[:1]]]
     if not named:
         return app
     alone = typer.Typer(cls=_InOrder, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     alone.registered_callback, alone.registered_commands = app.registered_callback, named
     return alone
+
+
+def _name(command: Any) -> str:
+    return command.name or command.callback.__name__
 
 
 def _told(failure: Exception) -> tuple[str, int]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .. import errors
-from ..errors import ArgumentError, RankFailed
 from ..plan.quantities import spoken_bytes, spoken_count, spoken_seconds
-from . import options, screen
+from . import joining, options, screen
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,7 +18,6 @@ if TYPE_CHECKING:
     from ..train.outlook import Outlook
     from ..train.run import Report
 
-MOST_LOCAL = 4  # ranks on cores, unless somebody says how many
 REAL = "a model was trained, on so many real processes"
 ROUGH = (
     "Attention's bytes are exact for sequences of one document; activations beyond attention and all times are "
@@ -51,8 +47,15 @@ def train(
     ] = None,
     kind: Annotated[str | None, _name("--kind", "What --data is, where its name does not tell.", "auto")] = None,
     case: Annotated[str | None, _name("--case", "Letters of FASTA: kept, or upper.", "kept")] = None,
+    task: Annotated[
+        str | None, _name("--task", "language: the next token; passkey: find a planted key.", "language")
+    ] = None,
+    digits: Annotated[int | None, _count("--digits", "Of a key, in the task passkey.", "5")] = None,
     out: Annotated[
         str | None, _name("--out", "The run's folder; what is there goes on.", "out/train", "FOLDER")
+    ] = None,
+    weights: Annotated[
+        str | None, _name("--weights", "Another run's folder, to begin with its weights.", "fresh ones", "FOLDER")
     ] = None,
     config: Annotated[
         Path | None,
@@ -80,6 +83,9 @@ def train(
     dilated: Annotated[
         str | None,
         _name("--dilated", "LongNet's segments and rates, as 2048:1,8192:4.", "longnet: by context", "LENGTH:RATE,..."),
+    ] = None,
+    rotary_base: Annotated[
+        float | None, _number("--rotary-base", "Of the decoder's positions; longer contexts take larger ones.", "10000")
     ] = None,
     layout: Annotated[str | None, _name("--layout", "How tokens are dealt to ranks.", "auto: by the pattern")] = None,
     schedule: Annotated[str | None, _name("--schedule", "In what order ranks meet.", "auto: by the cost")] = None,
@@ -143,7 +149,7 @@ def train(
         _plan(settled, as_json)
         return
     report = _trained(settled, quiet=as_json)
-    if report is not None and _is_first():
+    if joining.is_first():
         _conclude(settled, report, as_json)
 
 
@@ -152,62 +158,18 @@ def train(
 
 def _settled(asked: Config) -> Config:
     """Nothing left open, for the ranks and devices that there are."""
-    ranks, local = _world(asked)
-    device = asked.device
-    if device != "cpu":
-        import torch
-
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if ranks is None and gpus:
-            ranks = local = gpus
-        if device == "cuda" and (not gpus or gpus < (local or 1)):
-            raise ArgumentError(f"--device cuda needs a GPU for each of {local or 1} ranks, and there are {gpus}")
-        device = "cuda" if gpus and gpus >= (local or 1) else "cpu"
-    return asked.settled(device=device, ranks=ranks or min(MOST_LOCAL, _cores()))
+    ranks, device = joining.ranks_and_device(asked.ranks, asked.device)
+    return asked.settled(device=device, ranks=ranks)
 
 
-def _world(asked: Config) -> tuple[int | None, int | None]:
-    """(ranks, those of this machine), as somebody started them, or as they were asked for."""
-    if not _is_joined():
-        return asked.ranks, asked.ranks
-    ranks = int(os.environ["WORLD_SIZE"])
-    if asked.ranks not in (None, ranks):
-        raise ArgumentError(f"--ranks {asked.ranks}, but this world was started with {ranks}; leave --ranks out")
-    return ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-
-
-def _is_joined() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def _is_first() -> bool:
-    return int(os.environ.get("RANK", 0)) == 0
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _trained(config: Config, *, quiet: bool) -> Report | None:
-    from ..launching import launch
+def _trained(config: Config, *, quiet: bool) -> Report:
     from ..train.stopping import passed_on
 
-    backend = "gloo" if config.device == "cpu" else "auto"
-    if _is_joined():
-        return launch(_on_a_rank, config, None, quiet, backend=backend)[0]
+    world: dict[str, Any] = {"ranks": config.ranks, "device": config.device}
+    if joining.is_joined():
+        return joining.on_ranks(_on_a_rank, config, None, quiet, **world)
     with tempfile.TemporaryDirectory(prefix="longring-train-") as folder, passed_on(Path(folder) / "stop") as stop:
-        try:
-            return launch(_on_a_rank, config, stop, quiet, ranks=config.ranks or 1, backend=backend)[0]
-        except RankFailed as failure:
-            raise _as_said(failure) from failure
-
-
-def _as_said(failure: RankFailed) -> Exception:
-    """What all ranks refuse alike is no failure of one of them."""
-    kind = getattr(errors, failure.error_type or "", None)
-    if isinstance(kind, type) and issubclass(kind, ArgumentError):
-        return kind(failure.error_text)
-    return failure
+        return joining.on_ranks(_on_a_rank, config, stop, quiet, **world)
 
 
 def _on_a_rank(config: Config, stop: Path | None, quiet: bool) -> Report:
@@ -303,15 +265,15 @@ def _picture(config: Config, out: Path) -> str | None:
 
 def _plan(config: Config, as_json: bool) -> None:
     from ..train.outlook import outlook
-    from ..train.run import corpus_of
+    from ..train.tasks import task_of
 
-    corpus = corpus_of(config)
-    found = outlook(config, vocabulary=corpus.vocabulary, gpu=_gpu(config))
+    task = task_of(config)
+    found = outlook(config, vocabulary=task.vocabulary, gpu=_gpu(config))
     if as_json:
         told = screen.envelope("train", config.as_json(), real=PLANNED, simulated="everything")
-        screen.print_json(told | {"corpus": corpus.describe(), "outlook": found.as_json()})
+        screen.print_json(told | {"corpus": task.description, "outlook": found.as_json()})
         return
-    _print_outlook(screen.console(), config, corpus.describe(), found)
+    _print_outlook(screen.console(), config, task.description, found)
 
 
 def _gpu(config: Config) -> str | None:

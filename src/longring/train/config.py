@@ -15,9 +15,11 @@ from ..geometry.patterns import Dense, Dilated, Pattern
 from ..geometry.plans import PLANS
 from ..plan.quantities import count, spoken_count
 
+TASKS = ("language", "passkey")
 MODELS = ("decoder", "longnet")
 DTYPES = ("bf16", "fp32", "fp64")
 DEVICES = ("auto", "cpu", "cuda")
+ROTARY_BASE = 10_000.0
 MANY = 1_000_000  # ranks, layers or heads: more of them is a slip of the keyboard
 
 # What nobody said, by device: sizes that show something on a few cores in minutes, and ones that a GPU notices.
@@ -27,13 +29,14 @@ USUAL = {
 }
 
 SIZES = ("context_ranks", "node_ranks", "ranks", "dim", "layers", "heads", "kv_heads", "feedforward", "window")
-TIMES = ("steps", "batch", "micro_batch", "save_every", "keep")
+TIMES = ("steps", "batch", "micro_batch", "save_every", "keep", "digits")
 COUNTS = dict.fromkeys((*SIZES, *TIMES), 1) | {"context": 2, "seed": 0, "warmup": 0}
 """The least that each whole number may be; all of them may be written as people do: 64K, 1Mi."""
 
-RATES = {"learning_rate": 0.0, "timeout": 0.0}  # must be above
+RATES = {"learning_rate": 0.0, "timeout": 0.0, "rotary_base": 0.0}  # must be above
 SHARES = {"weight_decay": 0.0, "clip": 0.0, "final_rate": 0.0}  # must be at least
 CHOICES = {
+    "task": TASKS,
     "model": MODELS,
     "layout": ("auto", *LAYOUTS),
     "schedule": ("auto", *PLANS),
@@ -41,8 +44,8 @@ CHOICES = {
     "device": DEVICES,
 }
 
-OF_THE_WEIGHTS = ("model", "dim", "layers", "heads", "kv_heads", "feedforward", "window", "dilated")
-OF_THE_ORDER = ("context", "seed")
+OF_THE_WEIGHTS = ("model", "dim", "layers", "heads", "kv_heads", "feedforward", "window", "dilated", "rotary_base")
+OF_THE_ORDER = ("task", "digits", "context", "seed")
 """What a run that goes on must have in common with its checkpoint; ranks, layout, schedule and the rest may change."""
 
 
@@ -52,10 +55,15 @@ class Config:
 
     data, kind:      a file or folder, and what is in it; the Python standard library's source unless said. `case`
                      is of FASTA's letters. As `longring.train.corpus.open_corpus` takes them.
+    task:            "language": to predict the next token of documents. "passkey": to find a key that is planted in a
+                     text, of words or of what is in `data`, as `longring.train.retrieval.Passkeys` draws it; a key
+                     has so many `digits`.
     out:             the run's folder: metrics, checkpoints, picture.
+    weights:         another run's folder, whose newest weights this one begins with.
     context:         tokens of a sequence, dealt over `context_ranks` of the `ranks`; the others hold other sequences.
     node_ranks:      ranks of a context that are close to each other, for hybrid and double_ring.
     window, dilated: attention no further than that, or LongNet's branches as LENGTH:RATE,...
+    rotary_base:     of the decoder's rotary positions; the larger, the more of them hardly turn over a long context.
     batch:           sequences of a step, over all ranks; micro_batch of them go through a ring at a time.
     warmup:          steps in which the learning rate rises; then it falls as a cosine to final_rate of it.
     dtype:           of matrix products and attention (bf16 by autocast); weights are float32, or float64 with fp64.
@@ -66,7 +74,10 @@ class Config:
     data: str | None = None
     kind: str = "auto"
     case: str = "kept"
+    task: str = "language"
+    digits: int = 5
     out: str = "out/train"
+    weights: str | None = None
     context: int | None = None
     ranks: int | None = None
     context_ranks: int | None = None
@@ -79,6 +90,7 @@ class Config:
     feedforward: int | None = None
     window: int | None = None
     dilated: str | None = None
+    rotary_base: float | None = None
     layout: str = "auto"
     schedule: str = "auto"
     kernel: str = "auto"
@@ -104,6 +116,8 @@ class Config:
             _check(field.name, getattr(self, field.name), is_optional=field.default is None)
         if self.window is not None and (self.dilated is not None or self.model == "longnet"):
             raise ArgumentError(f"{spelt('window')} is for dense attention; leave it out, or take --model decoder")
+        if self.rotary_base is not None and self.model == "longnet":
+            raise ArgumentError(f"{spelt('rotary_base')} is for --model decoder; leave it out")
         if self.heads and self.kv_heads and self.heads % self.kv_heads:
             raise ArgumentError(f"--heads must be a multiple of --kv-heads, got {self.heads} and {self.kv_heads}")
         if self.dim and self.heads and self.dim % (2 * self.heads):
@@ -134,6 +148,7 @@ class Config:
             "batch": whole.batch or data_ranks * whole.micro_batch,
             "warmup": max(1, whole.steps // 10) if whole.warmup is None else whole.warmup,
             "dilated": whole.dilated or (usual_branches(whole.context) if whole.model == "longnet" else None),
+            "rotary_base": whole.rotary_base or (ROTARY_BASE if whole.model == "decoder" else None),
         }
         whole = replace(whole, **found)
         assert whole.batch is not None

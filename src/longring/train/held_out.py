@@ -22,10 +22,14 @@ class Part(NamedTuple):
     start: int = 0
 
 
-def part_of(corpus: Corpus, split: str) -> Part:
-    """A document's own name and number decide, so that it stays where it is when others come and go."""
+def check_split(split: str) -> None:
     if split not in SPLITS:
         raise ArgumentError(f"split must be 'train' or 'held-out', got {split!r}")
+
+
+def part_of(corpus: Corpus, split: str) -> Part:
+    """A document's own name and number decide, so that it stays where it is when others come and go."""
+    check_split(split)
     if corpus.documents == 1:
         return _cut(corpus, split)
     is_held = _held_out(corpus)

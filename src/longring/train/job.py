@@ -20,7 +20,7 @@ from .meter import Meter
 from .world import World
 
 if TYPE_CHECKING:
-    from .batches import Sequences
+    from .tasks import Sequences
 
 BETAS = (0.9, 0.95)
 IGNORED = -100  # where nothing is to be predicted
@@ -204,6 +204,8 @@ def new_model(config: Config, vocabulary: int, *, device: str | None = None) -> 
     }
     if config.window is not None:
         shape["window"] = (config.window - 1, 0)
+    if config.rotary_base is not None:
+        shape["base"] = config.rotary_base
     is_longnet = config.model == "longnet"
     model = LongNetLM(LongNetConfig(**shape), **made) if is_longnet else Decoder(DecoderConfig(**shape), **made)
     return model.double() if config.dtype == "fp64" else model

@@ -14,12 +14,13 @@ from .. import __version__
 from ..errors import ArgumentError
 from ..schedules.labels import watching
 from . import checkpoints
-from .batches import Sequences
 from .config import OF_THE_ORDER, OF_THE_WEIGHTS, Config, differences
-from .corpus import Corpus, open_corpus
 from .job import Job, Taken
 from .metrics import Metrics
+from .small_files import put
 from .stopping import Stopping
+from .tasks import Task, task_of
+from .weights import load_weights, newest
 from .world import World
 
 
@@ -61,28 +62,30 @@ class Report:
 def train(config: Config, *, stopping: Stopping, listener: Listener | None = None) -> Report:
     """On every rank of an initialised process group; `config` is settled for it. The listener is the first rank's."""
     world = World.joined(config)
-    corpus = corpus_of(config)
-    return Run(config, world, corpus, listener if world.is_first else None).to_the_end(stopping)
-
-
-def corpus_of(config: Config) -> Corpus:
-    return open_corpus(None if config.data is None else Path(config.data), kind=config.kind, case=config.case)
+    return Run(config, world, task_of(config), listener if world.is_first else None).to_the_end(stopping)
 
 
 class Run:
-    def __init__(self, config: Config, world: World, corpus: Corpus, listener: Listener | None) -> None:
-        self.config, self.world, self.corpus, self.listener = config, world, corpus, listener
+    def __init__(self, config: Config, world: World, task: Task, listener: Listener | None) -> None:
+        self.config, self.world, self.task, self.listener = config, world, task, listener
         self.folder = Path(config.out)
-        sequences = Sequences(corpus, context=cast(int, config.context), seed=config.seed)
-        self.job = Job(config, world, sequences, vocabulary=corpus.vocabulary)
-        self.report = Report(corpus=corpus.describe())
+        self.job = Job(config, world, task.sequences, vocabulary=task.vocabulary)
+        self.report = Report(corpus=task.description)
         self.seconds = dict.fromkeys(("all", "attention", "communication"), 0.0)  # of all steps
         self.report.parameters = sum(parameter.numel() for parameter in self.job.model.parameters())
 
     def to_the_end(self, stopping: Stopping) -> Report:
-        with self.world.telling_of_lost_peers("resuming"):
-            self._resume()
-        began = time.perf_counter()
+        try:
+            with self.world.telling_of_lost_peers("resuming"):
+                self._resume()
+            began = time.perf_counter()
+            self._go_on(stopping)
+        finally:
+            checkpoints.release(self.folder)
+        self.report.seconds = time.perf_counter() - began
+        return self._concluded()
+
+    def _go_on(self, stopping: Stopping) -> None:
         metrics = self._metrics() if self.world.is_first else None
         try:
             with watching(self.job.meter.watch):
@@ -92,9 +95,6 @@ class Run:
                 metrics.close()
             if self.listener is not None:
                 self.listener.end()
-            checkpoints.release(self.folder)
-        self.report.seconds = time.perf_counter() - began
-        return self._concluded()
 
     # ---------------------------------------------------------------------------------------------------- steps
 
@@ -153,16 +153,18 @@ class Run:
 
     def _metrics(self) -> Metrics:
         config, report = self.config.as_json(), self.report
-        (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        put(self.folder / "config.json", json.dumps(config, indent=2) + "\n")
         about = {"config": config, "version": __version__, "resumed_from": report.resumed_from}
         return Metrics(self.folder, step=report.steps, about=about | {"corpus": report.corpus})
 
     def _resume(self) -> None:
         self._make_folder()
+        checkpoints.reserve(self.folder, group=dist.group.WORLD, timeout=self.config.timeout)
         found = checkpoints.find(self.folder, group=dist.group.WORLD, timeout=self.config.timeout)
         for name, why in found.skipped:
             self._note(f"skipped {name}: {why}")
         if not found:
+            self._begin()
             return
         self._check(found.about)
         state, own = self.job.state(), self.job.own_state()
@@ -171,6 +173,15 @@ class Run:
         self.report.steps = self.report.resumed_from = found.step
         self.report.checkpoint = str(found.path)
         self._note(f"resumed from step {found.step:,} in {self.folder}, which {_ranks(found.ranks)} had saved")
+
+    def _begin(self) -> None:
+        """With fresh weights, or with another run's."""
+        if self.config.weights is None:
+            return
+        group, timeout = dist.group.WORLD, self.config.timeout
+        found = newest(Path(self.config.weights), group=group, timeout=timeout, of="--weights")
+        load_weights(found, self.job.model, group=group, timeout=timeout)
+        self._note(f"begins with the weights of step {found.step:,} in {found.folder}")
 
     def _make_folder(self) -> None:
         try:
@@ -181,8 +192,8 @@ class Run:
     def _check(self, about: dict[str, Any]) -> None:
         """Refuse to go on with other weights or another order of the data, rather than with a part of them."""
         wrong = differences(self.config, about["config"], (*OF_THE_WEIGHTS, *OF_THE_ORDER))
-        if about["fingerprint"] != self.corpus.fingerprint:
-            wrong.append(f"the data was {about['corpus']} and is {self.corpus.name}, or has changed since")
+        if about["fingerprint"] != self.task.fingerprint:
+            wrong.append(f"the data was {about['corpus']} and is {self.task.name}, or has changed since")
         if wrong:
             raise ArgumentError(
                 f"--out {self.folder} holds another run: {'; '.join(wrong)}. Say the same, or another --out"
@@ -192,9 +203,9 @@ class Run:
         about = {
             "sequences": self.job.taken,
             "config": self.config.as_json(),
-            "corpus": self.corpus.name,
-            "fingerprint": self.corpus.fingerprint,
-            "vocabulary": self.corpus.vocabulary,
+            "corpus": self.task.name,
+            "fingerprint": self.task.fingerprint,
+            "vocabulary": self.task.vocabulary,
         }
         saved = checkpoints.save(
             self.folder,

@@ -1,0 +1,29 @@
+"""The weights of another run, without the rest of what it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..errors import ArgumentError
+from . import checkpoints, states
+from .checkpoints import Found
+
+
+def newest(folder: Path, *, group: Any, timeout: float | None, of: str) -> Found:
+    """The newest complete checkpoint of a run's folder, which must have one; `of` names who asked for it."""
+    found = checkpoints.find(folder, group=group, timeout=timeout)
+    if found:
+        return found
+    skipped = "".join(f"; skipped {name}: {why}" for name, why in found.skipped)
+    what = "holds no complete checkpoint" if folder.exists() else "does not exist"
+    raise ArgumentError(f"{of} {folder} {what}{skipped}. It is to be the folder that longring train --out names")
+
+
+def load_weights(found: Found, model: nn.Module, *, group: Any, timeout: float | None) -> None:
+    """Into a model of the same shape, whole or dealt, whatever ranks wrote them."""
+    state = states.collect(model)
+    checkpoints.load(found, state, group=group, timeout=timeout)
+    states.restore(state, model)
