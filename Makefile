@@ -33,7 +33,7 @@ help:
 	@echo "The first of them installs everything, pinned, into .venv."
 
 demo: $(STAMP)
-	@$(BIN)/longring demo $(DEMO_ARGS)
+	@$(BIN)/longring demo --report out/demo/report.html --show $(DEMO_ARGS)
 
 # A thread count left over in the caller's shell would change what the tests measure.
 test: check

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from longring import launching
 from longring.bench import demonstration
 from longring.cli import app, main
+from longring.cli.browser import show
 from longring.errors import ArgumentError
 from longring.geometry.layouts import LAYOUTS
 from longring.geometry.plans import PLANS
@@ -134,6 +136,7 @@ def test_nothing_of_it_is_one_line_and_exit_code_2(option):
         (("demo", "--report", "/dev/null/page.html"), "--report /dev/null/page.html cannot be written"),
         (("demo", "--heads", "8", "--kv-heads", "3"), "--kv-heads, got 8 and 3"),
         (("demo", "--out", "/dev/null/folder"), "--out"),
+        (("demo", "--show"), "--show shows the page that --report FILE writes"),
     ],
 )
 def test_bad_arguments_are_one_line_and_exit_code_2(arguments, named, monkeypatch, capsys):
@@ -276,3 +279,32 @@ def test_without_matplotlib_there_are_numbers_and_a_hint(one_row_demo, monkeypat
     assert done.exit_code == 0
     assert "no pictures: pictures need matplotlib" in done.output
     assert "pip install longring[plot]" in done.output
+
+
+# --------------------------------------------------------------------------------------------------- shown
+
+
+@pytest.fixture
+def browser(monkeypatch):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or True)
+    return opened
+
+
+def test_a_report_is_opened_where_there_is_a_screen(browser, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setenv("DISPLAY", ":0")
+    said = show(tmp_path / "a page.html")
+    assert browser == [f"file://{tmp_path}/a%20page.html"]
+    assert said == f"report, opened in your browser: file://{tmp_path}/a%20page.html"
+
+
+@pytest.mark.parametrize(("is_terminal", "screen"), [(True, ""), (False, ":0")])
+def test_where_there_is_none_its_address_is_told(browser, tmp_path, monkeypatch, is_terminal, screen):
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: is_terminal))
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setenv("DISPLAY", screen)
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    assert show(tmp_path / "page.html") == f"report, to be opened in a browser: file://{tmp_path}/page.html"
+    assert browser == []

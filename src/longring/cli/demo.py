@@ -13,6 +13,7 @@ import typer
 
 from ..errors import ArgumentError, LongringError
 from . import options, screen
+from .browser import show
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,6 +71,9 @@ def demo(
     seed: options.Seed = 0,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the pictures go.")] = Path("out/demo"),
     report: options.ReportPath = None,
+    is_shown: Annotated[
+        bool, typer.Option("--show", help="Open the report in a browser, where there is a screen.")
+    ] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Every schedule on processes of this machine, every number judged.
@@ -79,7 +83,7 @@ def demo(
 
     \b
         longring demo --tokens 1001 --ranks 3
-        longring demo --report demo.html
+        longring demo --report demo.html --show
 
     Exit code 1 if a result is wrong, if a rank sent other bytes than the plan said, or if a process could not be
     started or died.
@@ -87,6 +91,8 @@ def demo(
     start = time.monotonic()
     kv_heads = options.kv_heads_of(heads, kv_heads)
     _check(tokens, ranks, heads)
+    if is_shown and report is None:
+        raise ArgumentError("--show shows the page that --report FILE writes; say --report as well")
     options.check_writable(report)
     _make_folder(out)  # before the work, so that a folder that cannot be made costs no time
 
@@ -107,7 +113,7 @@ def demo(
     else:
         _print_report(console, size, rows, seconds, pictures, missing)
         if report is not None:
-            console.print(f"report: {report}", markup=False, soft_wrap=True)
+            console.print(show(report) if is_shown else f"report: {report}", markup=False, soft_wrap=True)
     if _faults(rows):
         raise typer.Exit(1)
 
