@@ -53,6 +53,7 @@ class World:
     environment: dict[str, str] = field(default_factory=dict)
     absent: tuple[int, ...] = ()  # ranks that need not end by themselves
     ends: str = "as usual"  # or "at once", where how a rank ends is not the question
+    loads: tuple[str, ...] = ()  # modules that take long to load: once for all ranks, in the process that makes them
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="longring-world-")))
 
     def run(self, limit: float = 30.0) -> list[Outcome]:
@@ -60,7 +61,8 @@ class World:
         for rank in range(self.size):
             job = {"folder": str(self.folder), "rank": rank, "size": self.size, "program": self.program}
             (self.folder / f"{rank}.args").write_bytes(pickle.dumps(self.args))
-            _order(job | {"store": self.store, "environment": self.environment, "ends": self.ends})
+            job |= {"store": self.store, "environment": self.environment, "ends": self.ends, "loads": self.loads}
+            _order(job)
         end = time.monotonic() + limit
         awaited = [rank for rank in range(self.size) if rank not in self.absent]
         while time.monotonic() < end and not all(self._is_over(rank) for rank in awaited):
@@ -142,6 +144,8 @@ def main() -> int:
         *lines, rest = (rest + read).split(b"\n")
         for line in lines:
             job = json.loads(line)
+            for module in job["loads"]:
+                importlib.import_module(module)
             place = Path(job["folder"]) / str(job["rank"])
             pid = os.fork()
             if pid == 0:

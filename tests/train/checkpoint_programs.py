@@ -201,7 +201,7 @@ def loses_one(group: Any, folder: str, victim: int, how: str, timeout: float) ->
     saved(place, 2, group, timeout=timeout)
 
 
-EVENTS = ["fsync", "rename", "mkdir", "unlink", "rmdir"]
+EVENTS = ["fsync", "rename", "replace", "mkdir", "unlink", "rmdir"]
 
 
 def ends_at(moment: int, how: str = "kill", also: tuple[int, ...] = ()) -> None:
