@@ -1,10 +1,10 @@
 from itertools import pairwise
 
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from longring.geometry.ranges import as_ranges, chain, cut, meet, moved, strands, united
-from strategies import ranges, steps
+from longring.geometry.ranges import as_ranges, chain, cut, meet, moved, united
+from strategies import ranges
 
 rising = st.sets(st.integers(-20, 60)).map(sorted)
 
@@ -26,13 +26,6 @@ def test_meet_is_the_intersection(a, b):
 @given(ranges(), st.integers(-30, 30))
 def test_moved_moves_every_position(r, by):
     assert list(moved(r, by)) == [position + by for position in r]
-
-
-@given(ranges(), steps)
-def test_strands_unravel_a_range(r, times):
-    parts = strands(r, r.step * times)
-    assert sorted(position for part in parts for position in part) == list(r)
-    assert all(len(part) and (len(part) == 1 or part.step == r.step * times) for part in parts)
 
 
 @given(st.lists(ranges(), max_size=4))
@@ -65,6 +58,33 @@ def test_as_ranges_sees_a_progression_behind_a_lone_position():
 @given(st.lists(ranges(), max_size=5))
 def test_united_has_each_position_once_and_rises(parts):
     assert [position for r in united(parts) for position in r] == sorted(set().union(*parts))
+
+
+combs = st.builds(
+    lambda first, many, step: range(first, first + many * step, step),
+    st.integers(0, 20),
+    st.integers(0, 9),
+    st.sampled_from([1, 2, 2, 4, 4, 8, 3]),
+)
+
+
+@given(st.lists(combs, max_size=6))
+def test_united_combs_are_the_progressions_of_their_positions(parts):
+    """Though positions need not be named where finer combs have those of wider ones."""
+    assume(len({r for r in parts if r}) > 1)
+    assume(any(r.step > 1 and len(r) > 1 for r in parts))
+    assert united(parts) == as_ranges(sorted(set().union(*parts)))
+
+
+def test_combs_of_more_positions_than_can_be_named_are_united():
+    """LongNet's: of a stretch the finest has all, and what lies before it are the wider ones of longer segments."""
+    far = 1 << 50
+    parts = [range(3, far, 1 << 20), range(far // 2 + 3, far, 1 << 10), range(far // 4 * 3 + 3, far, 4)]
+    assert united(parts) == (
+        range(3, far // 2 + 4, 1 << 20),
+        range(far // 2 + 3 + (1 << 10), far // 4 * 3 + 4, 1 << 10),
+        range(far // 4 * 3 + 3 + 4, far, 4),
+    )
 
 
 def test_united_intervals_stay_intervals():

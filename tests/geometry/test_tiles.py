@@ -18,9 +18,9 @@ from longring.geometry.itinerary import exchange
 from longring.geometry.layouts import deal, from_ranges
 from longring.geometry.patterns import Dense, Dilated, Problem
 from longring.geometry.ranges import as_ranges
-from longring.geometry.task import Task, tiles_between, tiles_of, tiles_over_all_keys
-from longring.geometry.tiles import ONCE, Repeat, Tile, cut_tiles, pairs_in_band, trim, without_bands
-from strategies import tasks
+from longring.geometry.task import Task, counted_tiles_of, tiles_between, tiles_of, tiles_over_all_keys
+from longring.geometry.tiles import ONCE, Repeat, Tile, cut_tiles, likeness, pairs_in_band, trim, without_bands
+from strategies import limits_only, tasks
 
 sides = st.integers(1, 12)
 limits = st.none() | st.integers(-15, 15)
@@ -51,6 +51,27 @@ def test_segments_cut_as_a_run_make_the_tiles_of_segments_cut_one_by_one(data):
     task = Task(pattern, Problem(2, length, length, kv_heads, offset), whole, whole)
     seen = tuple(range(r.start + offset, r.stop + offset, r.step) for r in mine)
     assert tiles_of(task, mine, theirs) == cut_tiles(pattern.groups(task.problem, seen), seen, theirs)
+
+
+@given(tasks(patterns=limits_only, max_ranks=40), st.data())
+def test_tiles_that_are_counted_are_the_tiles_that_are_cut(task, data):
+    """One after the other, but for the columns in which they begin."""
+    rank = data.draw(st.integers(0, task.ranks - 1))
+    queries, keys = task.queries.shards[rank], (range(task.problem.n_k),)
+    counted = counted_tiles_of(task, queries, keys)
+    if counted is not None:
+        told = [likeness(tile) for tile, times in counted for _ in range(times)]
+        assert told == [likeness(tile) for tile in tiles_of(task, queries, keys)]
+
+
+def test_the_tiles_of_a_comb_with_thousands_of_strands_are_two():
+    layout = deal("striped", 4096 * 8, 4096)
+    task = Task(Dense(), Problem(1, layout.length, layout.length, 1, 0), layout, layout)
+    counted = counted_tiles_of(task, layout.shards[1000], (range(layout.length),))
+    assert [(len(tile.rows), len(tile.cols), tile.shape, times) for tile, times in counted] == [
+        (8, 8, "causal", 1001),
+        (7, 7, "causal", 3095),
+    ]
 
 
 @given(tasks())

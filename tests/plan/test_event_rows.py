@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from longring.geometry.heads import by_heads
 from longring.geometry.itinerary import Lane, double_ring
 from longring.geometry.layouts import Layout, deal
-from longring.geometry.patterns import Dense, Problem
+from longring.geometry.patterns import Dense, Dilated, Problem
 from longring.geometry.routes import DoubleRing
 from longring.geometry.task import Task
 from longring.plan.event_arrays import Arrays
@@ -72,6 +72,19 @@ def test_rings_of_rings_do_not_ask_for_every_pair_of_ranks(layout, pattern, monk
         told.rows(step)
     most = {"contiguous": 8, "zigzag": 24, "striped": 48}[layout] if pattern.window else 0
     assert len(asked) <= 48 * most
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(("segments", "most"), [([8, 64, 512], 0), ([7, 49, 343], 2)])
+def test_rings_of_rings_ask_only_whose_shards_segments_cut(layout, segments, most, monkeypatch):
+    dealt, asked = deal(layout, 512, 32), []
+    task = Task(Dilated(segments, [1, 2, 4]), Problem(1, 512, 512, 2, 0), dealt, dealt)
+    lane = double_ring(task, 0, 4).lanes[0]
+    monkeypatch.setattr(Lane, "carried", lambda lane, owner, step: asked.append(owner) or ())
+    told = rounds(lane, Arrays(lines_of(32, 4)))
+    for step in range(1, 32):
+        told.rows(step)
+    assert len(asked) <= 32 * most
 
 
 @given(st.sampled_from([(12, 4), (12, 3), (8, 1), (8, 8), (6, 2)]), st.sampled_from([+1, -1]), st.data())

@@ -178,20 +178,23 @@ def test_spans_tell_the_same_time():
     assert sent == backward_bytes(task, "ring", 1, head_dim=8, itemsize=2)
 
 
-@pytest.mark.parametrize("arithmetic", ["lists", "arrays"])
-def test_dozens_of_ranks_are_done_when_the_obvious_simulator_says(arithmetic):
-    """Where ranks are told by what changes."""
-    for pattern, layout, schedule in (
-        (Dense(), "zigzag", "ring"),
-        (Dilated([64, 256, 4096], [1, 4, 16]), "contiguous", "exchange"),
-    ):
-        task = task_of(pattern, 4096, layout, 32)
-        for flops in (1e7, 1e10):
-            hardware = machine(flops=flops)
-            one = {"hardware": hardware, "head_dim": 8, "itemsize": 2, "node_ranks": 8, "phase": "backward"}
-            played = played_by(arithmetic, task, schedule, **one)
-            lines = Lines(hardware, 32, 8)
-            assert list(played.ends) == simulate(Pace(hardware, task, "backward", 8, 2), lines, schedule)[0]
+LONGNET = Dilated([64, 256, 1024, 4096], [1, 4, 16, 64])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layout", "schedule"),
+    [(Dense(), "zigzag", "ring")]
+    + [(LONGNET, layout, schedule) for layout in ("contiguous", "zigzag") for schedule in PLANS]
+    + [(Dense(), "striped", schedule) for schedule in ("gather", "ulysses", "hybrid")],
+)
+def test_dozens_of_ranks_are_done_when_the_obvious_simulator_says(pattern, layout, schedule):
+    """Where ranks are told by what changes, and once for all that look alike."""
+    task = replace(task_of(pattern, 4096, layout, 32, kv_heads=2), heads=4)
+    hardware = machine(flops=1e8)
+    pace, lines = Pace(hardware, task, "backward", 8, 2), Lines(hardware, 32, 8)
+    one = {"hardware": hardware, "head_dim": 8, "itemsize": 2, "node_ranks": 8, "phase": "backward"}
+    played = played_by("arrays", task, schedule, **one)
+    assert (list(played.ends), list(played.computing)) == simulate(pace, lines, schedule)
 
 
 @pytest.mark.parametrize(("phase", "inside"), [("forward", 1.7e5), ("backward", 3.4e5)])

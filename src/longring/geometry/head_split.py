@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import PatternError
@@ -35,14 +35,11 @@ class HeadSplit(Dilated):
                 f"{problem.kv_heads} kv heads"
             )
 
-    def only(self, keep: Callable[[int], bool]) -> HeadSplit | None:
-        """The branches whose segment length is kept, each with the heads it had."""
-        every = zip(self._numbers, self.segment_lengths, self.dilation_rates, strict=True)
-        kept = [(number, w, r) for number, w, r in every if keep(w)]
-        if not kept:
-            return None
-        numbers, segments, rates = zip(*kept, strict=True)
-        return replace(self, segment_lengths=segments, dilation_rates=rates, numbers=numbers, of=self._of)
+    def some(self, numbers: Sequence[int]) -> HeadSplit:
+        """Its branches of these numbers, each with the heads it had."""
+        segments, rates = zip(*(self.branches[number] for number in numbers), strict=True)
+        kept = tuple(self._numbers[number] for number in numbers)
+        return replace(self, segment_lengths=segments, dilation_rates=rates, numbers=kept, of=self._of)
 
     @property
     def _numbers(self) -> Sequence[int]:

@@ -119,6 +119,7 @@ def _rows(piece: range, positions: range, before: int) -> range:
 # --------------------------------------------------------------------------------------------- near and far
 
 
+@lru_cache(maxsize=64)
 def near_and_far(task: Task) -> tuple[Task | None, Task | None]:
     """LongNet's branches whose segments all lie within one rank each, which need nobody, and the rest."""
     pattern = task.pattern
@@ -158,17 +159,19 @@ class _BetweenNodes(Itinerary):
         return tuple(_tiles_at(self._far, desk, keys) for desk in self._desks)
 
 
-_tiles_of_all_heads = lru_cache(maxsize=64)(tiles_of)  # the same for every rank with the same rows
+_tiles_of_all_heads = lru_cache(maxsize=256)(tiles_of)  # the same for every rank with the same rows
 
 
 @lru_cache(maxsize=512)
 def _tiles_at(task: Task, desk: Desk, keys: Shard) -> tuple[Tile, ...]:
     """Tiles of the desk's heads alone, its first kv head numbered 0."""
-    found: list[Tile] = []
-    for tile in _tiles_of_all_heads(task, desk.queries, keys):
-        if heads := meet(tile.kv_heads, desk.kv_heads):
-            found.append(tile.part(tile.batch, moved(heads, -desk.kv_heads.start)))
-    return tuple(found)
+    return of_heads(_tiles_of_all_heads(task, desk.queries, keys), desk.kv_heads)
+
+
+def of_heads(tiles: tuple[Tile, ...], kv_heads: range) -> tuple[Tile, ...]:
+    """What some kv heads, numbered from their first, have of tiles of all."""
+    found = ((tile, meet(tile.kv_heads, kv_heads)) for tile in tiles)
+    return tuple(tile.part(tile.batch, moved(heads, -kv_heads.start)) for tile, heads in found if heads)
 
 
 @dataclass(frozen=True)

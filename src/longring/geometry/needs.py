@@ -6,9 +6,11 @@ Tiles say it exactly, but cutting them for every pair of ranks costs too much wh
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from operator import neg
 from typing import NamedTuple
 
 from .patterns import Span
@@ -89,17 +91,89 @@ def _furthest(task: Task) -> list[int]:
 
 def _spans(task: Task, piece: range, ranks: Iterable[range]) -> Iterator[Span]:
     """What these ranks could see of a piece of an owner's shard."""
-    views, firsts, lasts = _sorted_views(task)
-    candidates = views if firsts is None else views[bisect_left(lasts, piece[0]) : bisect_right(firsts, piece[-1])]
-    asked = tuple(ranks)
-    if sum(map(len, asked)) < len(candidates):
+    asked = united(ranks)
+    for span in _spans_of(task, piece, asked):
+        yield span
+        if span.first <= piece[0] and piece[-1] <= span.last:  # nothing is left to be seen
+            return
+
+
+def _spans_of(task: Task, piece: range, asked: tuple[range, ...]) -> Iterator[Span]:
+    strands = _strands(task)
+    if sum(map(len, asked)) < len(strands):
         by_rank = _views_by_rank(task)
-        candidates = [view for some in asked for views in by_rank[some.start : some.stop] for view in views]
-    for first, last, rank in candidates:
-        if any(rank in some for some in asked):
-            yield Span(first, last)
-            if first <= piece[0] and piece[-1] <= last:  # nothing is left to be seen
-                return
+        yield from (Span(view.first, view.last) for some in asked for rank in some for view in by_rank[rank])
+        return
+    for strand in strands:
+        for some in asked:
+            yield from strand.seen(piece, some)
+
+
+@dataclass(frozen=True)
+class _Strand:
+    """Views of several ranks, in an order in which both of their ends rise, so that they can be searched."""
+
+    ranks: Sequence[int]  # rising, or falling
+    firsts: list[int]
+    lasts: list[int]
+    gaps: list[int]  # the numbers of views behind which something is left out before the next
+
+    def seen(self, piece: range, ranks: range) -> Iterator[Span]:
+        """What some of the ranks see that is near the piece, as few spans."""
+        numbers = self._numbers(ranks)
+        start = max(numbers.start, bisect_left(self.lasts, piece[0]))
+        stop = min(numbers.stop, bisect_right(self.firsts, piece[-1]))
+        if start >= stop:
+            return
+        for gap in self.gaps[bisect_left(self.gaps, start) : bisect_left(self.gaps, stop - 1)]:
+            yield Span(self.firsts[start], self.lasts[gap])
+            start = gap + 1
+        yield Span(self.firsts[start], self.lasts[stop - 1])
+
+    def _numbers(self, ranks: range) -> range:
+        """Of the views that these ranks have."""
+        if self.ranks[0] <= self.ranks[-1]:
+            return range(bisect_left(self.ranks, ranks.start), bisect_left(self.ranks, ranks.stop))
+        return range(bisect_left(self.ranks, -ranks[-1], key=neg), bisect_right(self.ranks, -ranks[0], key=neg))
+
+
+@lru_cache(maxsize=256)
+def _strands(task: Task) -> tuple[_Strand, ...]:
+    """All views: those of pieces with the same number, cut where ends begin to fall that rose, or to rise that fell."""
+    by_number: dict[int, list[_View]] = {}
+    for views in _views_by_rank(task):
+        for number, view in enumerate(views):
+            by_number.setdefault(number, []).append(view)
+    return tuple(_strand(run) for views in by_number.values() for run in _monotonous(views))
+
+
+def _monotonous(views: Sequence[_View]) -> Iterator[Sequence[_View]]:
+    start, way = 0, 0
+    for number, (a, b) in enumerate(pairwise(views), 1):
+        here = _way(a, b)
+        if here is None or here * way < 0:
+            yield views[start:number]
+            start, way = number, 0
+        else:
+            way = way or here
+    yield views[start:]
+
+
+def _way(a: _View, b: _View) -> int | None:
+    """+1 or -1: which way both ends go; 0 if they stay; None if one rises and the other falls."""
+    first, last = b.first - a.first, b.last - a.last
+    if first < 0 < last or last < 0 < first:
+        return None
+    both = first + last
+    return (both > 0) - (both < 0)
+
+
+def _strand(views: Sequence[_View]) -> _Strand:
+    if views[0] > views[-1]:
+        views = views[::-1]
+    firsts, lasts, ranks = (list(column) for column in zip(*views, strict=True))
+    gaps = [number for number, (a, b) in enumerate(pairwise(views)) if b.first > a.last + 1]
+    return _Strand(ranks, firsts, lasts, gaps)
 
 
 @lru_cache(maxsize=256)
@@ -109,15 +183,6 @@ def _views_by_rank(task: Task) -> list[list[_View]]:
         if view.first <= view.last:
             found[view.rank].append(view)
     return found
-
-
-@lru_cache(maxsize=256)
-def _sorted_views(task: Task) -> tuple[tuple[_View, ...], list[int] | None, list[int]]:
-    """Views by position, with their firsts and lasts where both rise, so that they can be searched."""
-    views = tuple(sorted(view for view in _views(task) if view.first <= view.last))
-    firsts, lasts = [view.first for view in views], [view.last for view in views]
-    rising = all(a <= b for a, b in pairwise(lasts))
-    return views, (firsts if rising else None), lasts
 
 
 def _views(task: Task) -> Iterator[_View]:

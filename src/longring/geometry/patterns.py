@@ -204,10 +204,12 @@ class Dilated:
 
     def only(self, keep: Callable[[int], bool]) -> Dilated | None:
         """The branches whose segment length is kept, or None if there are none."""
-        kept = [(w, r) for w, r in self.branches if keep(w)]
-        if not kept:
-            return None
-        segments, rates = zip(*kept, strict=True)
+        kept = [number for number, w in enumerate(self.segment_lengths) if keep(w)]
+        return self.some(kept) if kept else None
+
+    def some(self, numbers: Sequence[int]) -> Dilated:
+        """Its branches of these numbers."""
+        segments, rates = zip(*(self.branches[number] for number in numbers), strict=True)
         return replace(self, segment_lengths=segments, dilation_rates=rates)
 
     def sees(self, problem: Problem, first: int, last: int) -> Span:

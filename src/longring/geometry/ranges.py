@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
-from math import gcd, lcm
+from itertools import groupby, pairwise
+from math import gcd, inf, lcm
+from operator import itemgetter
 
 
 def cut(length: int, parts: int) -> list[range]:
@@ -50,27 +51,32 @@ def chain(parts: Iterable[range]) -> range | None:
     return range(flat[0].start, flat[-1][-1] + 1, step)
 
 
-def strands(r: range, step: int) -> list[range]:
-    """The range unravelled into progressions of the given step, a multiple of its own."""
-    return [r[start :: step // r.step] for start in range(min(step // r.step, len(r)))]
-
-
 def as_ranges(positions: Sequence[int]) -> tuple[range, ...]:
     """A rising sequence of positions as few progressions, found greedily from the left."""
+    if not positions:
+        return ()
+    steps = groupby(b - a for a, b in pairwise(positions))
+    return _progressions(positions[0], [(step, len(list(alike))) for step, alike in steps])
+
+
+def _progressions(first: int, steps: Sequence[tuple[int, int]]) -> tuple[range, ...]:
+    """From the first position on by these steps, each so many times in a row and then another."""
     found: list[range] = []
-    at = 0
-    while at < len(positions):
-        end = at + 1
-        if end < len(positions):
-            step = positions[end] - positions[at]
-            while end < len(positions) and positions[end] - positions[end - 1] == step:
-                end += 1
-            if end - at == 2 and end < len(positions):  # two make no progression: leave the second to its neighbours
-                end = at + 1
-        step = positions[at + 1] - positions[at] if end - at > 1 else 1
-        found.append(range(positions[at], positions[end - 1] + 1, step))
-        at = end
-    return tuple(found)
+    at, taken = first, 0  # times that the next step was taken already, to where the next progression begins
+    for number, (step, times) in enumerate(steps):
+        left, taken, is_last = times - taken, 0, number + 1 == len(steps)
+        if not left:
+            continue
+        if left == 1 and not is_last:  # two make no progression: leave the second to its neighbours
+            found.append(range(at, at + 1))
+            at += step
+            continue
+        last = at + step * left
+        found.append(range(at, last + 1, step))
+        if is_last:
+            return tuple(found)
+        at, taken = last + steps[number + 1][0], 1
+    return (*found, range(at, at + 1))
 
 
 def united(parts: Iterable[range]) -> tuple[range, ...]:
@@ -80,7 +86,59 @@ def united(parts: Iterable[range]) -> tuple[range, ...]:
         return tuple(distinct)
     if all(r.step == 1 for r in distinct):
         return _united_intervals(distinct)
-    return as_ranges(sorted(set().union(*distinct)))
+    apart = _apart(distinct)
+    if apart is None:
+        return as_ranges(sorted(set().union(*distinct)))
+    return _progressions(apart[0].start, _steps_through(apart))
+
+
+def _apart(sorted_combs: list[range]) -> list[range] | None:
+    """The same positions as combs each of which ends before the next begins; None where they are woven together.
+
+    LongNet's branches keep ever fewer of what a finer one keeps: of millions of positions a few combs are left.
+    """
+    found: list[range] = []
+    for comb in sorted(_chained(sorted_combs), key=lambda r: r.step if len(r) > 1 else inf):
+        left = [comb]
+        for finer in found:
+            parts = [_around(r, finer) for r in left]
+            left = [r for some in parts if some is not None for r in some]
+            if None in parts:
+                return None
+        found += left
+    return sorted(found, key=lambda r: r.start)
+
+
+def _around(comb: range, finer: range) -> list[range] | None:
+    """What of the comb lies before and behind another; None if it has something in between which that one has not."""
+    first, stop = (max(0, -(-(edge - comb.start) // comb.step)) for edge in (finer[0], finer[-1] + 1))
+    inside = comb[first:stop]
+    if inside and (inside[0] not in finer or (len(inside) > 1 and comb.step % finer.step)):
+        return None
+    return [part for part in (comb[:first], comb[stop:]) if part]
+
+
+def _chained(sorted_combs: Iterable[range]) -> list[range]:
+    """One for all that continue each other."""
+    found: dict[tuple[int, int], range] = {}  # by step, and where it goes on
+    doubles: list[range] = []
+    for r in sorted_combs:
+        before = found.pop((r.step, r.start), r)
+        place = r.step, r[-1] + r.step
+        doubles += [found[place]] if place in found else []
+        found[place] = range(before.start, r[-1] + 1, r.step)
+    return [*found.values(), *doubles]
+
+
+def _steps_through(apart: Iterable[range]) -> list[tuple[int, int]]:
+    """(step, how many times in a row), from the first position of all to the last."""
+    steps: list[tuple[int, int]] = []
+    last: int | None = None
+    for r in apart:
+        steps += [] if last is None else [(r.start - last, 1)]
+        steps += [(r.step, len(r) - 1)] if len(r) > 1 else []
+        last = r[-1]
+    return [(step, sum(times for _, times in some)) for step, some in groupby(steps, key=itemgetter(0))]
 
 
 def _united_intervals(sorted_intervals: list[range]) -> tuple[range, ...]:

@@ -7,7 +7,7 @@ view.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
@@ -124,15 +124,33 @@ def _part(place: Place, first: int, heads: int, start: int, many: int) -> Place:
 def stacks(tiles: Sequence[Tile], share: int) -> list[Stack]:
     """Full, causal and flipped tiles as stacks; `share` query heads have a kv head in common."""
     found: list[Stack] = []
-    groups: dict[tuple[object, ...], list[Tile]] = {}
-    for tile in tiles:
-        for part in _evenly_spaced(tile, share):
-            alike = (part.shape, part.batch, part.repeat, *map(look, (part.kv_heads, part.rows, part.cols)))
-            groups.setdefault(alike, []).append(part)
-    for group in groups.values():
+    for group in alike(tiles, share).values():
         together = _skewed(group) if share == 1 and len(group) > len(group[0].kv_heads) else None
         found += together or [_stack(tile, share, tile.kv_heads) for tile in group]
     return found
+
+
+def alike(tiles: Iterable[Tile], share: int) -> dict[tuple[object, ...], list[Tile]]:
+    """Tiles, cut where need be, by their look: those that could go into one stack, and are next to each other."""
+    groups: dict[tuple[object, ...], list[Tile]] = {}
+    for tile in tiles:
+        for part in _evenly_spaced(tile, share):
+            groups.setdefault(_look(part), []).append(part)
+    return groups
+
+
+def count_stacks(tiles: Iterable[tuple[Tile, int]], share: int) -> list[tuple[Stack, int]]:
+    """The same for tiles of the same heads that each stand for so many: stacks, and how many look like each."""
+    found: dict[tuple[object, ...], tuple[Stack, int]] = {}
+    for tile, times in tiles:
+        for part in _evenly_spaced(tile, share):
+            stack, before = found.get(_look(part)) or (_stack(part, share, part.kv_heads), 0)
+            found[_look(part)] = stack, before + times
+    return list(found.values())
+
+
+def _look(tile: Tile) -> tuple[object, ...]:
+    return tile.shape, tile.batch, tile.repeat, *map(look, (tile.kv_heads, tile.rows, tile.cols))
 
 
 def _evenly_spaced(tile: Tile, share: int) -> Iterator[Tile]:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from .layouts import Layout, Shard
 from .patterns import Pattern, Problem
 from .ranges import moved
-from .tiles import Tile, cut_tiles
+from .segments import Segments
+from .tiles import Tile, count_tiles, cut_tiles
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,16 @@ class Run(NamedTuple):
 @lru_cache(maxsize=1024)
 def tiles_between(task: Task, target: int, source: int) -> tuple[Tile, ...]:
     """Tiles of the target's queries over the source's keys; several schedules of a task ask for the same ones."""
-    return tiles_of(task, task.queries.shards[target], task.keys.shards[source])
+    segments = segments_of(task)
+    if segments is None:
+        return tiles_of(task, task.queries.shards[target], task.keys.shards[source])
+    return _known(task, segments.look(target, source), target, source)
+
+
+@lru_cache(maxsize=64)
+def segments_of(task: Task) -> Segments | None:
+    """Where segments cut everybody's share, if that says which tiles there are."""
+    return Segments.of(task.pattern, task.problem, task.queries, task.keys)
 
 
 def tiles_over_all_keys(task: Task, target: int) -> tuple[Tile, ...]:
@@ -73,9 +83,19 @@ def tiles_of(task: Task, queries: Shard, keys: Shard) -> tuple[Tile, ...]:
     return cut_tiles(task.pattern.groups(task.problem, positions, keys), positions, keys)
 
 
+def counted_tiles_of(task: Task, queries: Shard, keys: Shard) -> list[tuple[Tile, int]] | None:
+    """The same, told once for many that look alike, where combs make so many of them; else None."""
+    positions = tuple(moved(r, task.problem.offset) for r in queries)
+    groups = list(task.pattern.groups(task.problem, positions, keys)) if task.pattern.only_limits is not None else []
+    return count_tiles(groups[0], positions, keys) if len(groups) == 1 else None
+
+
 @lru_cache(maxsize=512)
 def runs_over_sources(task: Task, target: int) -> tuple[Run, ...]:
     """What `target` computes with the keys of every rank, as runs of ranks."""
+    segments = segments_of(task)
+    if segments is not None:
+        return tuple(Run(ranks, tiles_between(task, target, ranks[0])) for ranks in segments.runs(target))
     twin = _twin(task.queries.shards[target], task.keys, task.problem.offset)
     return tuple(_runs(task, task.keys, twin, lambda source: (target, source)))
 
@@ -128,19 +148,23 @@ def _tiles_that_look(task: Task, target: int, source: int, look: tuple[int, ...]
     """Cut once for all pairs of ranks with equal shapes and looks; a rank's own positions make other tiles."""
     queries, keys = task.queries.shards[target], task.keys.shards[source]
     is_own = bool(queries and keys) and queries[0].start + task.problem.offset == keys[0].start
-    known, key = _known_tiles(task), (_shape(queries), _shape(keys), is_own, look)
-    if key not in known:
-        if len(known) >= MOST_KNOWN:
-            known.clear()
-        known[key] = tiles_of(task, queries, keys)
-    return known[key]
+    return _known(task, (_shape(queries), _shape(keys), is_own, look), target, source)
 
 
 MOST_KNOWN = 1024
 
 
+def _known(task: Task, look: object, target: int, source: int) -> tuple[Tile, ...]:
+    known = _known_tiles(task)
+    if look not in known:
+        if len(known) >= MOST_KNOWN:
+            known.clear()
+        known[look] = tiles_of(task, task.queries.shards[target], task.keys.shards[source])
+    return known[look]
+
+
 @lru_cache(maxsize=64)
-def _known_tiles(task: Task) -> dict[tuple[object, ...], tuple[Tile, ...]]:
+def _known_tiles(task: Task) -> dict[object, tuple[Tile, ...]]:
     return {}
 
 

@@ -8,6 +8,7 @@ equal spacing are one tile with a repeat, so that they can go into a kernel's ba
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 from .layouts import Shard
 from .patterns import Group
-from .ranges import chain, look, meet, moved, strands
+from .ranges import chain, look, meet, moved
 
 
 class Repeat(NamedTuple):
@@ -217,23 +218,37 @@ def _own_square(group: Group, mine: list[Held], theirs: list[Held]) -> Tile | No
 
 
 def _band_tiles(group: Group, q: Held, k: Held) -> Iterator[Tile]:
-    nearest, farthest = k.positions[0] - q.positions[-1], k.positions[-1] - q.positions[0]
-    if (group.hi is not None and nearest > group.hi) or (group.lo is not None and farthest < group.lo):
+    binding = _binding(group, q, k)
+    if binding is None:
         return
-    lo = group.lo if group.lo is not None and nearest < group.lo else None
-    hi = group.hi if group.hi is not None and farthest > group.hi else None
-    if lo is None and hi is None:
+    if binding == (None, None):
         yield Tile(group.batch, group.kv_heads, q.rows, k.rows)
         return
     step = _common_step(q.positions, k.positions)
     for a in _unravelled(q, step):
         for b in _unravelled(k, step):
-            gap = a.positions[0] - b.positions[0]  # key - query = step * (column - row) - gap
-            low = None if lo is None else -(-(lo + gap) // step)
-            high = None if hi is None else (hi + gap) // step
-            kept = trim(len(a.rows), len(b.rows), low, high)
+            kept = trim(len(a.rows), len(b.rows), *_between(a, b, binding, step))
             if kept is not None:
                 yield Tile(group.batch, group.kv_heads, a.rows, b.rows)._trimmed(a.rows, b.rows, kept)
+
+
+Limits = tuple[int | None, int | None]
+
+
+def _binding(group: Group, q: Held, k: Held) -> Limits | None:
+    """The limits of key - query that leave out some pair; None if they leave out all."""
+    nearest, farthest = k.positions[0] - q.positions[-1], k.positions[-1] - q.positions[0]
+    if (group.hi is not None and nearest > group.hi) or (group.lo is not None and farthest < group.lo):
+        return None
+    lo = group.lo if group.lo is not None and nearest < group.lo else None
+    return lo, (group.hi if group.hi is not None and farthest > group.hi else None)
+
+
+def _between(a: Held, b: Held, limits: Limits, step: int) -> Limits:
+    """The same limits of column - row, where both sides advance by one step."""
+    lo, hi = limits
+    gap = a.positions[0] - b.positions[0]  # key - query = step * (column - row) - gap
+    return (None if lo is None else -(-(lo + gap) // step)), (None if hi is None else (hi + gap) // step)
 
 
 def _common_step(a: range, b: range) -> int:
@@ -247,8 +262,53 @@ def _unravelled(part: Held, step: int) -> list[Held]:
     if len(part.positions) == 1 or part.positions.step == step:
         return [part]
     times = step // part.positions.step
-    positions, rows = strands(part.positions, step), strands(part.rows, part.rows.step * times)
-    return [Held(p, r) for p, r in zip(positions, rows, strict=True)]
+    return [_strand(part, number, times) for number in range(min(times, len(part.positions)))]
+
+
+def count_tiles(group: Group, queries: Shard, keys: Shard) -> list[tuple[Tile, int]] | None:
+    """What `cut_tiles` finds, told once for all that follow each other and differ in their columns' start alone.
+
+    A comb of queries over a run of keys makes a tile with every strand of the keys, and there are as many as ranks.
+    None where tiles are others than these, or some of them might be joined.
+    """
+    mine, theirs = held(queries, group.queries), held(keys, group.keys)
+    if len(mine) != 1 or len(theirs) != 1 or group.times != 1 or mine[0].positions == theirs[0].positions:
+        return None
+    q, k = mine[0], theirs[0]
+    binding, times = _binding(group, q, k), q.positions.step // k.positions.step
+    are_strands = min(len(q.positions), len(k.positions)) > 1 and q.positions.step == times * k.positions.step
+    if not are_strands or binding is None or binding == (None, None):
+        return None
+    found: list[tuple[Tile, int]] = []
+    for alike in _alike_strands(q, k, binding, times):
+        strand = _strand(k, alike[0], times)
+        kept = trim(len(q.rows), len(strand.rows), *_between(q, strand, binding, q.positions.step))
+        if kept is not None and kept.lo is None and kept.hi is None:
+            return None  # full ones might be joined to others
+        if kept is not None:
+            tile = Tile(group.batch, group.kv_heads, q.rows, strand.rows)
+            found.append((tile._trimmed(q.rows, strand.rows, kept), len(alike)))
+    return found
+
+
+def _alike_strands(q: Held, k: Held, binding: Limits, times: int) -> Iterator[range]:
+    """Numbers of strands of the keys that are equally long and to which the same limits apply: both only fall."""
+
+    def likeness_of(number: int) -> tuple[int, Limits]:
+        strand = _strand(k, number, times)
+        return len(strand.rows), _between(q, strand, binding, q.positions.step)
+
+    strands_of_keys = range(min(times, len(k.positions)))
+    while strands_of_keys:
+        first = likeness_of(strands_of_keys[0])
+        many = bisect_left(strands_of_keys, True, key=lambda number, first=first: likeness_of(number) != first)
+        yield strands_of_keys[:many]
+        strands_of_keys = strands_of_keys[many:]
+
+
+def _strand(part: Held, number: int, times: int) -> Held:
+    """One of `times` that together are the part."""
+    return Held(part.positions[number::times], part.rows[number::times])
 
 
 # ------------------------------------------------------------------------------------- fewer, larger tiles
@@ -285,7 +345,7 @@ def coalesce(tiles: Sequence[Tile]) -> tuple[Tile, ...]:
     found: list[Tile] = []
     latest: dict[tuple[object, ...], int] = {}  # look -> index of the last such tile
     for tile in tiles:
-        alike = (tile.batch, tile.kv_heads, look(tile.rows), look(tile.cols), tile.lo, tile.hi)
+        alike = likeness(tile)
         index = latest.get(alike)
         grown = None if index is None else _repeated(found[index], tile)
         if grown is None or index is None:
@@ -294,6 +354,11 @@ def coalesce(tiles: Sequence[Tile]) -> tuple[Tile, ...]:
         else:
             found[index] = grown
     return tuple(found)
+
+
+def likeness(tile: Tile) -> tuple[object, ...]:
+    """The same for tiles that could become one with a repeat: all but where they stand."""
+    return tile.batch, tile.kv_heads, look(tile.rows), look(tile.cols), tile.lo, tile.hi
 
 
 def _repeated(earlier: Tile, tile: Tile) -> Tile | None:

@@ -162,6 +162,14 @@ class Arrays:
             behind //= steps
         return np.minimum(np.maximum(behind + 1, 0), sizes).sum(0)
 
+    def covered(self, pieces: Sequence[Row], firsts: Row, lasts: Row) -> tuple[Row, Row]:
+        first, last, size = pieces
+        is_whole = (firsts <= first) & (last <= lasts)
+        return np.where(is_whole, size, 0), (firsts <= last) & (first <= lasts) & ~is_whole
+
+    def numbers(self, row: Row) -> list[int]:
+        return np.flatnonzero(row).tolist()
+
     def weighed(self, parts: Iterable[tuple[int, Row]], count: int) -> Row:
         found = np.zeros(count)
         for many, row in parts:

@@ -91,6 +91,14 @@ class Arithmetic(Protocol):
         """How many of its positions each rank holds up to a horizon of its own."""
         ...
 
+    def covered(self, pieces: Sequence[Row], firsts: Row, lasts: Row) -> tuple[Row, Row]:
+        """Of pieces (first, last, size): the size where all of it lies between these, and 1 where only a part does."""
+        ...
+
+    def numbers(self, row: Row) -> list[int]:
+        """Of those that are not 0."""
+        ...
+
     def weighed(self, parts: Iterable[tuple[int, Row]], count: int) -> Row:
         """The sum of so many times each row."""
         ...
@@ -224,6 +232,15 @@ class Lists:
             sum(max(0, min((horizon - piece.start) // piece.step + 1, len(piece))) for piece in shard)
             for shard, horizon in zip(layout.shards, horizons, strict=True)
         ]
+
+    def covered(self, pieces: Sequence[Row], firsts: Row, lasts: Row) -> tuple[Row, Row]:
+        every = list(zip(*pieces, firsts, lasts, strict=True))
+        is_whole = [f <= a and b <= z for a, b, _, f, z in every]
+        part = [int(not whole and f <= b and a <= z) for whole, (a, b, _, f, z) in zip(is_whole, every, strict=True)]
+        return [size if whole else 0 for whole, size in zip(is_whole, pieces[2], strict=True)], part
+
+    def numbers(self, row: Row) -> list[int]:
+        return [number for number, value in enumerate(row) if value]
 
     def weighed(self, parts: Iterable[tuple[int, Row]], count: int) -> Row:
         found = [0] * count

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
+from typing import NamedTuple
 
-from ..geometry.stacks import Stack, stacks
+from ..geometry.stacks import Stack, count_stacks, stacks
 from ..geometry.task import Task
 from ..geometry.tiles import Tile, pairs_in_band, without_bands
 from .hardware import Hardware, Phase
@@ -14,6 +16,14 @@ from .traffic import BYTES
 
 FLOPS_OF_A_PAIR = {"forward": 4, "backward": 10}  # for each of the head's dimensions
 Tiles = tuple[Tile, ...]
+
+
+class Launch(NamedTuple):
+    """Stacks that follow each other and take equally long: how many, and the seconds of each."""
+
+    times: int
+    computing: float
+    bringing: float  # to what others found
 
 
 @dataclass(frozen=True)
@@ -43,14 +53,29 @@ class Pace:
         """
         key = tiles, self.task.share if share is None else share, is_first
         if key not in self._known:
-            self._known[key] = ticked(self._looking(*key))
+            self._known[key] = self.taking(self.launches(*key[:2]), is_first=is_first)
         return self._known[key]
 
-    def _looking(self, tiles: Tiles, share: int, is_first: bool) -> float:
+    def launches(self, tiles: Tiles, share: int) -> list[Launch]:
+        """What a look launches, in order."""
         cut = [piece for tile in tiles for piece in without_bands(tile)]
-        found = list(stacks(cut, share)) if cut else []
-        computing = sum(map(self._computing, found))
-        return computing + sum(map(self._bringing, found[1:] if is_first else found))
+        return [self._launch(stack, 1) for stack in stacks(cut, share)]
+
+    def many_launches(self, tiles: Iterable[tuple[Tile, int]], share: int) -> list[Launch]:
+        """The same for tiles of the same heads that each stand for so many."""
+        cut = [(piece, times) for tile, times in tiles for piece in without_bands(tile)]
+        return [self._launch(stack, times) for stack, times in count_stacks(cut, share)]
+
+    def taking(self, launches: Sequence[Launch], *, is_first: bool) -> float:
+        """Seconds of all of them; one is added to the other, as if they were told one by one."""
+        computing = chain.from_iterable(repeat(one.computing, one.times) for one in launches)
+        bringing = chain.from_iterable(repeat(one.bringing, one.times) for one in launches)
+        if is_first:
+            next(bringing, None)
+        return ticked(sum(computing) + sum(bringing))
+
+    def _launch(self, stack: Stack, times: int) -> Launch:
+        return Launch(times, self._computing(stack), self._bringing(stack))
 
     def _computing(self, stack: Stack) -> float:
         queries, keys = stack.queries, stack.keys

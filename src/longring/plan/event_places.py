@@ -24,6 +24,7 @@ class Places:
     def __init__(self, pace: Pace, rows: Arithmetic, inner: int) -> None:
         self._pace, self._rows, self._inner = pace, rows, inner
         self._known: dict[tuple[int, tuple[Wanted, ...], range], Row] = {}
+        self._to_desk: dict[tuple[object, ...], tuple[Row, Row]] = {}
 
     def there(self, place: int) -> Messages:
         """To the desks of the place."""
@@ -67,10 +68,19 @@ class Places:
         asked: list[Row] = []
         given: list[Row] = []
         for node in range(task.ranks // inner):
-            plan = by_heads(task, node * inner + place, inner)
-            asked.append(self._given(task.queries, tuple(_queries_wanted(plan)), plan.members))
-            given.append(self._given(task.keys, tuple(_keys_wanted(plan)), plan.members))
+            to_queries, to_keys = self._vectors_to_desks(by_heads(task, node * inner + place, inner))
+            asked.append(to_queries)
+            given.append(to_keys)
         return self._rows.joined(asked), self._rows.joined(given)
+
+    def _vectors_to_desks(self, plan: ByHeads) -> tuple[Row, Row]:
+        """Query heads of one kv head ask for the same."""
+        key = plan.node, plan.kv_heads, *((desk.queries, desk.kv_heads, desk.share) for desk in plan.desks)
+        if key not in self._to_desk:
+            asked = self._given(plan.task.queries, tuple(_queries_wanted(plan)), plan.members)
+            given = self._given(plan.task.keys, tuple(_keys_wanted(plan)), plan.members)
+            self._to_desk[key] = asked, given
+        return self._to_desk[key]
 
     def _given(self, layout: Layout, wanted: tuple[Wanted, ...], members: range) -> Row:
         """Desks of several heads ask for the same."""

@@ -6,9 +6,10 @@ come: nearly everything changes at every step, and so it is told step by step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Protocol
+from itertools import zip_longest
+from typing import NamedTuple, Protocol
 
 from ..geometry.itinerary import Lane
 from ..geometry.parcels import Share
@@ -37,50 +38,131 @@ class Rounds(Protocol):
 def rounds(lane: Lane, arithmetic: Arithmetic) -> Rounds:
     limits = lane.task.pattern.only_limits
     sees_all_before = limits is not None and limits[0] is None
-    return _Horizons(lane, arithmetic) if sees_all_before else _Asked(lane, arithmetic)
+    return _Horizons(lane, arithmetic) if sees_all_before else _Pieces(lane, arithmetic)
 
 
-class _Asked:
-    """Owners are asked, step by step, but for those of whose rows nobody in the node they are in could see any."""
+class _Round(NamedTuple):
+    """Of one round, by hop and piece: its vectors where some host from there on, or up to there, sees all of it."""
+
+    from_hop: list[list[Row]]
+    until_hop: list[list[Row]]
+    asked: list[int]  # owners of a piece of which somebody sees a part
+
+
+class _Pieces:
+    """Most ranks see all of a piece of an owner's rows, or nothing. Who has one that is seen in part is asked."""
 
     def __init__(self, lane: Lane, arithmetic: Arithmetic) -> None:
         assert isinstance(lane.route, DoubleRing)
         self._lane, self._arithmetic, self._route = lane, arithmetic, lane.route
+        task = lane.task
+        views, each = Views(task), task.problem.batch * task.problem.kv_heads
+        seen = [[*views.of(rank)] for rank in range(task.ranks)]
+        held = [[(piece[0], piece[-1], each * len(piece)) for piece in shard] for shard in task.keys.shards]
+        self._views = self._columns(seen, (task.problem.n_k, -1))
+        self._pieces = self._columns(held, (0, -1, 0))
+        self._nothing = arithmetic.full(0, task.ranks)
+        self._latest: tuple[int, _Round] | None = None
+
+    def _columns(self, by_rank: Sequence[Sequence[tuple[int, ...]]], nothing: tuple[int, ...]) -> list[tuple[Row, ...]]:
+        """By number; who has fewer has nothing."""
+        by_number = zip_longest(*by_rank, fillvalue=nothing)
+        return [tuple(map(self._arithmetic.of, zip(*some, strict=True))) for some in by_number]
 
     def rows(self, step: int) -> Row:
         round_, hop = divmod(step, self._route.inner)
-        return self._of(self._lane.carried, (self._seen if hop else self._still_to_be_seen)[round_], step)
+        if not hop:
+            return self._from_round_on[round_]
+        here = self._round(round_)
+        return self._told(self._lane.carried, step, self._together(here.from_hop[hop]), here.asked)
 
     def following(self, step: int) -> Row:
-        return self._of(self._lane.onward, self._seen[step // self._route.inner], step)
+        round_, hop = divmod(step, self._route.inner)
+        here = self._round(round_)
+        both = self._both(here.until_hop[hop], here.from_hop[hop + 1])
+        return self._told(self._lane.onward, step, self._together(both), here.asked)
 
     def returning(self, step: int) -> Row:
-        return self._of(self._lane.homeward, self._seen[step // self._route.inner], step)
+        """Of what somebody added to, what nobody behind will."""
+        round_, hop = divmod(step, self._route.inner)
+        here = self._round(round_)
+        touched = self._both(here.until_hop[hop], here.from_hop[hop])
+        awaited = self._both(touched, here.from_hop[hop + 1])
+        left = self._arithmetic.weighed([(1, self._together(touched)), (-1, self._together(awaited))], self._route.size)
+        return self._told(self._lane.homeward, step, left, here.asked)
 
-    def _of(self, asked: Callable[[int, int], tuple[Share, ...]], owners: Iterable[int], step: int) -> Row:
-        found = self._arithmetic.full(0, self._route.size)
+    def _told(
+        self, ask: Callable[[int, int], tuple[Share, ...]], step: int, vectors: Row, owners: Iterable[int]
+    ) -> Row:
         for owner in owners:
-            found[owner] = sum(share.vectors for share in asked(owner, step))
-        return found
+            vectors[owner] = _vectors(ask(owner, step))
+        return vectors
 
     @cached_property
-    def _seen(self) -> list[set[int]]:
-        """For every round the owners of whose rows somebody in the round's node might see some."""
-        route = self._route
-        found: list[set[int]] = [set() for _ in range(route.nodes)]
-        views = Views(self._lane.task)
-        for rank in range(route.size):
-            for owner in views.owners(rank):
-                found[route.direction * (rank // route.inner - owner // route.inner) % route.nodes].add(owner)
-        return found
+    def _from_round_on(self) -> list[Row]:
+        """What is due at the first step of every round: for those who are asked it stays while nobody sees any."""
+        found = [self._nothing]
+        whole = [self._nothing] * len(self._pieces)
+        told: dict[int, int] = {}
+        for round_ in reversed(range(1, self._route.nodes)):
+            here = self._round(round_)
+            whole = self._either(whole, here.from_hop[0])
+            asked = {*here.asked, *(owner for owner in told if any(row[owner] for row in here.from_hop[0]))}
+            told |= {owner: _vectors(self._lane.carried(owner, round_ * self._route.inner)) for owner in asked}
+            row = self._together(whole)
+            for owner, vectors in told.items():
+                row[owner] = vectors
+            found.append(row)
+        return [self._nothing, *found[:0:-1]]
 
-    @cached_property
-    def _still_to_be_seen(self) -> list[set[int]]:
-        """Likewise, in the node of this round or of one behind it."""
-        found: list[set[int]] = [set()]
-        for owners in reversed(self._seen):
-            found.append(found[-1] | owners)
-        return found[:0:-1]
+    # ---- one round
+
+    def _round(self, round_: int) -> _Round:
+        if self._latest is None or self._latest[0] != round_:
+            self._latest = round_, self._found(round_)
+        return self._latest[1]
+
+    def _found(self, round_: int) -> _Round:
+        """At home nobody but the owner is its first host, and that one adds nothing to what travels."""
+        nobody = [self._nothing] * len(self._pieces)
+        partly, at_hop = self._nothing, [nobody]
+        for hop in range(0 if round_ else 1, self._route.inner):
+            whole, part = self._seen(round_, hop)
+            at_hop[hop:] = [whole]
+            partly = self._arithmetic.larger(partly, part)
+        from_hop, until_hop = [nobody], at_hop[:1]
+        for some in reversed(at_hop):
+            from_hop.append(self._either(from_hop[-1], some))
+        for some in at_hop[1:]:
+            until_hop.append(self._either(until_hop[-1], some))
+        return _Round(from_hop[::-1], until_hop, self._arithmetic.numbers(partly))
+
+    def _seen(self, round_: int, hop: int) -> tuple[list[Row], Row]:
+        """By owner: vectors of those of its pieces of which its host sees all, and whether it sees a part of one."""
+        rows, way = self._arithmetic, self._route.direction
+        to_owner = Move(self._route.size, self._route.inner, -way * round_, -way * hop)
+        found, partly = [self._nothing] * len(self._pieces), self._nothing
+        for view in self._views:
+            firsts, lasts = map(to_owner.moved, view)
+            for number, piece in enumerate(self._pieces):
+                whole, part = rows.covered(piece, firsts, lasts)
+                found[number], partly = rows.larger(found[number], whole), rows.larger(partly, part)
+        return found, partly
+
+    # ---- by piece
+
+    def _either(self, a: list[Row], b: list[Row]) -> list[Row]:
+        return [self._arithmetic.larger(x, y) for x, y in zip(a, b, strict=True)]
+
+    def _both(self, a: list[Row], b: list[Row]) -> list[Row]:
+        return [self._arithmetic.smaller(x, y) for x, y in zip(a, b, strict=True)]
+
+    def _together(self, pieces: list[Row]) -> Row:
+        return self._arithmetic.weighed([(1, row) for row in pieces], self._route.size)
+
+
+def _vectors(shares: tuple[Share, ...]) -> int:
+    return sum(share.vectors for share in shares)
 
 
 class _Horizons:

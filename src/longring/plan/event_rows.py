@@ -125,6 +125,35 @@ class Strip:
         ]
 
 
+class Turns:
+    """Strips that take turns: with two of them one has the even steps and the other the odd ones."""
+
+    def __init__(self, strips: Sequence[Strip], rows: Arithmetic) -> None:
+        self._strips, self._rows, self._now = strips, rows, strips[0]
+        self._total: Row = rows.full(0.0, len(strips[0].values))
+
+    def go_to(self, step: int) -> None:
+        self._total = self._rows.added(self._total, self._now.values)
+        for strip in self._strips:
+            strip.go_to(step)
+        self._now = self._strips[step % len(self._strips)]
+
+    @property
+    def values(self) -> Row:
+        return self._now.values
+
+    @property
+    def is_nothing(self) -> bool:
+        return self._now.is_nothing
+
+    @property
+    def largest(self) -> float:
+        return self._now.largest
+
+    def sums(self) -> list[float]:
+        return self._rows.told(self._total)
+
+
 class Freight:
     """Bytes that somebody sends at every step, by an index that goes with them, and how long lines carry them."""
 

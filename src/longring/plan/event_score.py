@@ -8,43 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
-from typing import NamedTuple
+from functools import cached_property, partial
+from math import lcm
 
-from ..geometry.heads import ByHeads, by_heads
-from ..geometry.itinerary import Itinerary, Lane, bidirectional, double_ring, exchange, ring
-from ..geometry.layouts import Layout
+from ..geometry.heads import by_heads
+from ..geometry.itinerary import Itinerary, Lane, bidirectional, double_ring, exchange, halves, ring
 from ..geometry.needs import rows_seen
-from ..geometry.parcels import Share, needed
-from ..geometry.patterns import Dilated
+from ..geometry.parcels import Share
+from ..geometry.ranges import meet
 from ..geometry.routes import DoubleRing, Ring, Route, Star
-from ..geometry.task import Task, look_of_own, runs_over_sources, tiles_between
 from .event_clock import slowed
 from .event_lists import Arithmetic, Messages, Row
-from .event_pace import Pace, Tiles
+from .event_pace import Pace
 from .event_rounds import Rounds, rounds
-from .event_rows import AnyFreight, Changes, Freight, FreshFreight, Move, Strip
-from .event_views import Views
+from .event_rows import AnyFreight, Changes, Freight, FreshFreight, Move, Strip, Turns
+from .event_sources import Desks, Nodes, Sources
 from .links import Lines
-
-
-class Desks(NamedTuple):
-    """Some sources, and what a rank computes with each of them: tiles, and query heads to a kv head, by desk."""
-
-    sources: range
-    work: tuple[tuple[Tiles, int], ...]
 
 
 class LaneScore:
     """What goes along one lane, by the steps at which it is due. Seats are ranks in order of (member, place)."""
 
     def __init__(
-        self, lanes: Sequence[Lane], pace: Pace, rows: Arithmetic, wanted: Callable[[], Changes] | None = None
+        self, lanes: Sequence[Lane], pace: Pace, rows: Arithmetic, wanted: Callable[[], list[Changes]] | None = None
     ) -> None:
         """One lane over all ranks, or those of all places of the rings between nodes.
 
-        wanted: of an exchange, the vectors that it brings to every rank.
+        wanted: of an exchange, the vectors that it brings to every rank, told for steps that take turns.
         """
         self.route: Route = lanes[0].route
         self._lanes, self._pace, self._arithmetic = lanes, pace, rows
@@ -88,15 +78,21 @@ class LaneScore:
 
     def rows(self, due: int) -> AnyFreight:
         """Keys and values that are due at this step."""
-        freight = self._rows_due
-        freight.go_to(due)
-        return freight
+        return _at_its_turn(self._rows_due, due)
 
     @cached_property
-    def _rows_due(self) -> AnyFreight:
+    def _rows_due(self) -> Sequence[AnyFreight]:
         if isinstance(self.route, DoubleRing):
-            return self._fresh(self._round.rows, "rows")
-        return Freight(self._as_bytes(self._rows, "rows"), self._arithmetic)
+            return [self._fresh(self._round.rows, "rows")]
+        return self._freights("rows")
+
+    def _freights(self, kind: str) -> list[Freight]:
+        turns = self._wanted_by_turns if isinstance(self.route, Star) else [self._rows]
+        return [Freight(self._as_bytes(changes, kind), self._arithmetic) for changes in turns]
+
+    @cached_property
+    def _wanted_by_turns(self) -> list[Changes]:
+        return self._wanted()
 
     @cached_property
     def _round(self) -> Rounds:
@@ -117,8 +113,7 @@ class LaneScore:
         """(to whom, what, from whose index to who sends it) of the gradients that all send on, or straight home."""
         route = self.route
         if isinstance(route, Star):
-            self._straight_home.go_to(step)
-            yield self.to_next(step).back, self._straight_home, self.hosts(0)
+            yield self.to_next(step).back, _at_its_turn(self._straight_home, step), self.hosts(0)
             return
         self._following.go_to(step)
         assert isinstance(route, Ring | DoubleRing)
@@ -150,8 +145,8 @@ class LaneScore:
         return found
 
     @cached_property
-    def _straight_home(self) -> Freight:
-        return Freight(self._as_bytes(self._rows, "gradients"), self._arithmetic)
+    def _straight_home(self) -> list[Freight]:
+        return self._freights("gradients")
 
     def _as_bytes(self, changes: Sequence[Sequence[tuple[int, float]]], kind: str) -> Changes:
         size = self._pace.bytes_of(kind, 1)
@@ -159,9 +154,7 @@ class LaneScore:
 
     @cached_property
     def _rows(self) -> Changes:
-        """Vectors that are due at a step: of a ring by owner, of an exchange by receiver."""
-        if isinstance(self.route, Star):
-            return self._wanted()
+        """Vectors of a ring that are due at a step, by owner."""
         return self._by_owner(_rows_of)
 
     @cached_property
@@ -182,6 +175,12 @@ class LaneScore:
                 found.append(of_owner(lane, owner, guesses[place]))
                 guesses[place] = [step for step, _ in found[-1]]
         return found
+
+
+def _at_its_turn(freights: Sequence[AnyFreight], step: int) -> AnyFreight:
+    for freight in freights:
+        freight.go_to(step)
+    return freights[step % len(freights)]
 
 
 def _vectors(shares: tuple[Share, ...]) -> int:
@@ -265,16 +264,39 @@ class Score:
     _shares: Callable[[int], tuple[int, ...]]
     _own_look: Callable[[int], object]
     _places: int = 1
+    _period: Callable[[], int] = lambda: 1  # after how many steps ranks meet somebody who looks like the first
 
     @cached_property
-    def work(self) -> Strip:
+    def work(self) -> Strip | Turns:
         """Seconds that ranks compute with their guests."""
-        changes = [self._of_rank(rank) for rank in range(self.rows.lines.ranks)]
-        return Strip(changes, self.rows)
+        by_rank = [list(self._of_rank(rank)) for rank in range(self.rows.lines.ranks)]
+        strips = [Strip(list(changes), self.rows) for changes in zip(*by_rank, strict=True)]
+        return strips[0] if len(strips) == 1 else Turns(strips, self.rows)
 
-    def _of_rank(self, rank: int) -> list[tuple[int, float]]:
+    def _of_rank(self, rank: int) -> Iterator[list[tuple[int, float]]]:
+        """For steps that take turns."""
+        member, routes = rank // self._places, [lane.route for lane in self.lanes]
+        by_lane = [[(some.sources, self._seconds(some)) for some in runs(rank)] for runs in self._runs]
+        for turn in range(self._turns):
+            lanes = (
+                dict(_by_steps(route, member, _at_turn(runs, route.guest(member, turn), self._turns)))
+                for route, runs in zip(routes, by_lane, strict=True)
+            )
+            yield self._together(rank, list(lanes))
+
+    def _seconds(self, desks: Desks) -> float:
+        key = tuple((id(tiles), share) for tiles, share in desks.work)  # sources keep them, so that no other has its id
+        if key not in self._known:
+            self._known[key] = self.pace.looking_at(desks.work)
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[tuple[int, int], ...], float]:
+        return {}
+
+    def _together(self, rank: int, lanes: Sequence[dict[int, float]]) -> list[tuple[int, float]]:
+        """Of all lanes, at every step at which one changes."""
         events: dict[int, float] = {}
-        lanes = [dict(self._of_lane(rank, number)) for number in range(len(self.lanes))]
         for step in sorted({step for lane in lanes for step in lane}):
             events[step] = 0.0
         latest = [0.0] * len(lanes)
@@ -283,10 +305,9 @@ class Score:
             events[step] = self._slowed(rank, sum(latest))
         return list(events.items())
 
-    def _of_lane(self, rank: int, number: int) -> Iterator[tuple[int, float]]:
-        member, route = rank // self._places, self.lanes[number].route
-        runs = [(desks.sources, self.pace.looking_at(desks.work)) for desks in self._runs[number](rank)]
-        yield from _by_steps(route, member, runs)
+    @cached_property
+    def _turns(self) -> int:
+        return self._period()
 
     def _slowed(self, rank: int, seconds: float) -> float:
         return slowed_at(self.rows.lines, rank, seconds)
@@ -295,25 +316,33 @@ class Score:
         """Seconds that ranks compute with their own rows: all of them, or the "early" or "late" ones."""
         known: dict[object, float] = {}
         found: list[float] = []
-        for rank in range(self.rows.lines.ranks):
-            look = self._own_look(rank)
+        for rank, look in enumerate(self._own_looks):
             if look not in known:
                 known[look] = self._at_home(rank, which)
             found.append(self._slowed(rank, known[look]))
         return self.rows.of(found)
 
+    @cached_property
+    def _own_looks(self) -> list[object]:
+        return [self._own_look(rank) for rank in range(self.rows.lines.ranks)]
+
     def _at_home(self, rank: int, which: str) -> float:
         itinerary = self._at(rank)
-        if which == "all":
-            cut = itinerary.own_tiles(itinerary.task)
-        else:
-            home = itinerary.home
-            cut = home.early if which == "early" else home.late
+        early, late = halves(itinerary.task)
+        cut = itinerary.own_tiles({"all": itinerary.task, "early": early, "late": late}[which])
         return self.pace.looking_at(zip(cut, self._shares(rank), strict=True), is_first=which != "early")
 
 
 def slowed_at(lines: Lines, rank: int, seconds: float) -> float:
     return slowed(seconds, lines.slow.ranks.get(rank, 1.0))
+
+
+def _at_turn(runs: Sequence[tuple[range, float]], first: int, period: int) -> Sequence[tuple[range, float]]:
+    """Runs of those sources that come with the first of a turn; others between them do not come at these steps."""
+    if period == 1:
+        return runs
+    some = ((meet(sources, range(first % period, sources.stop, period)), value) for sources, value in runs)
+    return [(range(comb[0], comb[-1] + 1), value) for comb, value in some if comb]
 
 
 def _by_steps(route: Route, member: int, runs: Sequence[tuple[range, float]]) -> Iterator[tuple[int, float]]:
@@ -364,168 +393,6 @@ def _step_of(route: DoubleRing, member: int, source: int) -> int:
     return way * (node - their_node) % route.nodes * inner + way * (place - their_place) % inner
 
 
-# ------------------------------------------------------------------------------------ which sources are alike
-
-
-class Sources:
-    """For a rank of a task, runs of sources with which it computes the same. It keeps all of them."""
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-        self._segments = _Segments(task) if _Segments.can(task) else None
-        self._views = Views(task)
-        self._runs: dict[int, list[tuple[range, Tiles]]] = {}
-        self._vectors: dict[int, float] = {}
-
-    def runs(self, rank: int) -> list[tuple[range, Tiles]]:
-        if rank not in self._runs:
-            self._runs[rank] = list(self._found(rank))
-        return self._runs[rank]
-
-    def _found(self, rank: int) -> Iterator[tuple[range, Tiles]]:
-        task = self.task
-        if task.pattern.only_limits is not None:
-            yield from ((run.ranks, run.tiles) for run in runs_over_sources(task, rank))
-        elif self._segments is not None:
-            yield from self._segments.runs(rank)
-        else:
-            yield from self._one_by_one(rank)
-
-    def _one_by_one(self, rank: int) -> Iterator[tuple[range, Tiles]]:
-        """Those of whose keys the rank could see some, and runs of the others."""
-        at = 0
-        for source in sorted(self._views.owners(rank)):
-            if at < source:
-                yield range(at, source), ()
-            yield range(source, source + 1), tiles_between(self.task, rank, source)
-            at = source + 1
-        if at < self.task.ranks:
-            yield range(at, self.task.ranks), ()
-
-    def desks(self, rank: int) -> Iterator[Desks]:
-        for sources, tiles in self.runs(rank):
-            yield Desks(sources, ((tiles, self.task.share),) if sources != range(rank, rank + 1) else ())
-
-    def wanted(self) -> Changes:
-        """Vectors that an exchange brings to a rank, by step."""
-        star = Star(self.task.ranks)
-        return [list(_by_steps(star, rank, self._wanted(rank))) for rank in range(self.task.ranks)]
-
-    def _wanted(self, rank: int) -> list[tuple[range, float]]:
-        others = ((sources, tiles) for sources, tiles in self.runs(rank) if sources != range(rank, rank + 1))
-        return [(sources, self._needed(tiles)) for sources, tiles in others]
-
-    def _needed(self, tiles: Tiles) -> float:
-        if id(tiles) not in self._vectors:  # kept, so that no other has its id
-            self._vectors[id(tiles)] = float(_vectors(needed(tiles))) if tiles else 0.0
-        return self._vectors[id(tiles)]
-
-    def own_look(self, rank: int) -> object:
-        """The same for ranks that compute the same with their own rows, if that can be told before."""
-        if self.task.pattern.only_limits is not None:
-            return look_of_own(self.task, rank)
-        return rank if self._segments is None else self._segments.own_look(rank)
-
-
-class _Segments:
-    """LongNet over contiguous shards: what two ranks compute together depends on where segments cut both."""
-
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        self._shards = [shard[0] if shard else range(0) for shard in task.keys.shards]
-        self._known: dict[tuple[object, ...], Tiles] = {}
-        self._starts = [shard.start for shard in self._shards]
-        assert isinstance(task.pattern, Dilated)
-        self._branches = task.pattern.branches
-
-    @staticmethod
-    def can(task: Task) -> bool:
-        pattern = task.pattern
-        if not isinstance(pattern, Dilated) or pattern.documents is not None:
-            return False
-        plain = all(len(shard) == 1 and shard[0].step == 1 for shard in task.keys.shards)
-        return plain and task.queries == task.keys and not task.problem.offset and _are_in_order(task.keys)
-
-    def runs(self, rank: int) -> Iterator[tuple[range, Tiles]]:
-        for sources in self._alike(rank, self._branches):
-            is_own = sources == range(rank, rank + 1)  # asked for elsewhere, and dear
-            yield sources, () if is_own else self._tiles(rank, sources[0], self._branches)
-
-    def own_look(self, rank: int) -> object:
-        mine = self._shards[rank]
-        return len(mine), tuple(_own_place(mine, w, r) for w, r in self._branches)
-
-    def _alike(self, rank: int, branches: Sequence[tuple[int, int]]) -> Iterator[range]:
-        """Cut where a segment of the rank's begins or ends, at either end of a family, and at the rank itself."""
-        mine, ranks = self._shards[rank], len(self._shards)
-        cuts = {0, rank, rank + 1, ranks}
-        for family in self._task.keys.families:
-            cuts |= {family.start, family.stop}
-        for w, _ in branches:
-            for edge in (mine[0] // w * w, (mine[-1] // w + 1) * w):
-                if 0 <= edge < self._task.keys.length:
-                    holder = self._holder(edge)
-                    cuts |= {holder, holder + 1}
-        borders = sorted(cut for cut in cuts if 0 <= cut <= ranks)
-        for first, stop in pairwise(borders):
-            if stop - first > 1 and not self._keeps_residues(range(first, stop), rank, branches):
-                yield from (range(i, i + 1) for i in range(first, stop))
-            else:
-                yield range(first, stop)
-
-    def _holder(self, position: int) -> int:
-        low, high = 0, len(self._starts)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self._starts[middle] <= position else (low, middle)
-        return low
-
-    def _keeps_residues(self, sources: range, rank: int, branches: Sequence[tuple[int, int]]) -> bool:
-        """Whether every source begins at the same place of the rate of each branch that it shares with the rank."""
-        apart = self._starts[sources[1]] - self._starts[sources[0]]
-        shared = [r for w, r in branches if self._common(rank, sources[0], w)]
-        return all(apart % r == 0 for r in shared)
-
-    def _common(self, rank: int, source: int, w: int) -> bool:
-        a, b = sorted((rank, source))
-        return self._shards[a][-1] // w == self._shards[b][0] // w
-
-    def _tiles(self, rank: int, source: int, branches: Sequence[tuple[int, int]]) -> Tiles:
-        key = self._key(rank, source, branches)
-        if key not in self._known:
-            self._known[key] = tiles_between(self._task, rank, source)
-        return self._known[key]
-
-    def _key(self, rank: int, source: int, branches: Sequence[tuple[int, int]]) -> tuple[object, ...]:
-        mine, theirs = self._shards[rank], self._shards[source]
-        found: list[object] = [rank > source, len(mine), len(theirs)]
-        for w, r in branches:
-            if not self._common(rank, source, w):
-                found.append(None)
-                continue
-            start = max(mine[0], theirs[0]) // w * w
-            for shard in (mine, theirs):
-                first, stop = max(shard.start, start), min(shard.stop, start + w)
-                found.append((first - shard.start, stop - first, (first - start) % r))
-        return tuple(found)
-
-
-def _own_place(shard: range, w: int, r: int) -> tuple[int, ...]:
-    first = shard[0] % w
-    if shard[-1] // w == shard[0] // w:  # one segment
-        return -1, first % r
-    return first, 0
-
-
-def _are_in_order(layout: Layout) -> bool:
-    at = 0
-    for shard in layout.shards:
-        if shard[0].start != at:
-            return False
-        at = shard[0].stop
-    return at == layout.length
-
-
 # ------------------------------------------------------------------------------------------- by schedule
 
 
@@ -540,11 +407,36 @@ def relay_score(schedule: str, pace: Pace, rows: Arithmetic) -> Score:
     }
     at = itineraries[schedule]
     lanes = at(0).lanes
-    sources = [Sources(lane.task) for lane in lanes]
-    scores = tuple(LaneScore([lane], pace, rows, some.wanted) for lane, some in zip(lanes, sources, strict=True))
+    turn = rows.lines.node_ranks if schedule == "double_ring" and rows.lines.node_ranks > 1 else task.ranks
+    sources = [Sources(lane.task, turn) for lane in lanes]
+    scores = tuple(
+        LaneScore([lane], pace, rows, partial(_wanted, some)) for lane, some in zip(lanes, sources, strict=True)
+    )
     runs = tuple(some.desks for some in sources)
     own = sources[0] if len(sources) == 1 else Sources(task)
-    return Score(rows, pace, task.ranks, scores, at, runs, lambda rank: (task.share,), own.own_look)
+    return Score(
+        rows,
+        pace,
+        task.ranks,
+        scores,
+        at,
+        runs,
+        lambda rank: (task.share,),
+        own.own_look,
+        _period=lambda: lcm(*(some.period() for some in sources)),
+    )
+
+
+def _wanted(sources: Sources) -> list[Changes]:
+    """Vectors that an exchange brings to every rank, by step, for steps that take turns."""
+    star, period = Star(sources.task.ranks), sources.period()
+    return [
+        [
+            list(_by_steps(star, rank, _at_turn(sources.wanted(rank), star.guest(rank, turn), period)))
+            for rank in range(star.size)
+        ]
+        for turn in range(period)
+    ]
 
 
 def between_score(pace: Pace, rows: Arithmetic, inner: int) -> Score | None:
@@ -554,48 +446,15 @@ def between_score(pace: Pace, rows: Arithmetic, inner: int) -> Score | None:
     if plans[0].far is None:
         return None
     lanes = [plan.between.lanes[0] for plan in plans]
-    lane = LaneScore(lanes, pace, rows)
-
-    def runs(rank: int) -> Iterator[Desks]:
-        yield from _desk_runs(by_heads(task, rank, inner))
-
-    def shares(rank: int) -> tuple[int, ...]:
-        return tuple(desk.share for desk in by_heads(task, rank, inner).desks)
-
+    nodes = Nodes(task, inner)
     return Score(
         rows,
         pace,
         task.ranks // inner,
-        (lane,),
+        (LaneScore(lanes, pace, rows),),
         lambda rank: by_heads(task, rank, inner).between,
-        (runs,),
-        shares,
-        lambda rank: rank,
+        (nodes.desks,),
+        nodes.shares,
+        nodes.own_look,
         inner,
     )
-
-
-def _desk_runs(plan: ByHeads) -> Iterator[Desks]:
-    """Runs of nodes with whose keys every desk computes the same."""
-    between, nodes = plan.between, len(plan.nodes[1].shards)
-    if plan.far is None or plan.far.pattern.only_limits is None:
-        lane = between.lanes[0]
-        for node in range(nodes):
-            tiles = between.guest_tiles(lane, node, 0)
-            yield Desks(range(node, node + 1), _with_shares(plan, tiles))
-        return
-    cuts = {0, nodes}
-    for desk in plan.desks:
-        alone = tuple(desk.queries if node == plan.node else () for node in range(nodes))
-        asking = Task(
-            plan.far.pattern, plan.far.problem, Layout(plan.nodes[0].length, alone), plan.nodes[1], plan.far.heads
-        )
-        for run in runs_over_sources(asking, plan.node):
-            cuts |= {run.ranks.start, run.ranks.stop}
-    borders = sorted(cuts)
-    for first, stop in pairwise(borders):
-        yield Desks(range(first, stop), _with_shares(plan, between.guest_tiles(between.lanes[0], first, 0)))
-
-
-def _with_shares(plan: ByHeads, tiles: tuple[Tiles, ...]) -> tuple[tuple[Tiles, int], ...]:
-    return tuple((some, desk.share) for some, desk in zip(tiles, plan.desks, strict=True))

@@ -12,16 +12,17 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..errors import ArgumentError
-from ..geometry.heads import by_heads
-from ..geometry.itinerary import gather
+from ..geometry.heads import near_and_far
 from ..geometry.plans import PLANS
-from ..geometry.task import Task
+from ..geometry.task import Task, tiles_between
 from .event_clock import Clock, Span
+from .event_gather import Gathered
 from .event_lists import Messages, Row
 from .event_pace import Pace
 from .event_places import Places
 from .event_rows import Freight, Move, from_first
 from .event_score import LaneScore, Score, between_score, relay_score, slowed_at
+from .event_sources import Sources
 from .hardware import Hardware, Phase
 from .links import Lines, Slow
 
@@ -231,7 +232,7 @@ class _Play:
 
     def gather(self) -> None:
         self._collect()
-        self._work(self._each(lambda rank: self.pace.looking(gather(self.task, rank).tiles, is_first=True)))
+        self._work(self._each(Gathered(self.pace).seconds))
         if not self.is_forward:
             self._give_back()
 
@@ -283,8 +284,8 @@ class _Play:
     # ---- by heads
 
     def by_heads(self, inner: int) -> None:
-        pace, clock, task = self.pace, self.clock, self.task
-        near = self._each(lambda rank: pace.looking(by_heads(task, rank, inner).near, is_first=True))
+        pace, clock = self.pace, self.clock
+        near = self._near()
         score = between_score(pace, clock.rows, inner)
         if score is None:
             self._work(near)
@@ -300,6 +301,20 @@ class _Play:
         clock.wait("back")
         clock.work(self._seating(received))
         self._step_done(0.0)
+
+    def _near(self) -> Row:
+        """What everybody computes at home, once for all that look alike."""
+        near, _ = near_and_far(self.task)
+        if near is None:
+            return self.clock.rows.full(0.0, self.lines.ranks)
+        look, known = Sources(near).own_look, dict[object, float]()
+
+        def seconds(rank: int) -> float:
+            if look(rank) not in known:
+                known[look(rank)] = self.pace.looking(tiles_between(near, rank, rank), is_first=True)
+            return known[look(rank)]
+
+        return self._each(seconds)
 
     def _post(self, messages: Callable[[int], Messages], inner: int, key: str) -> Row:
         """What goes to each place of all nodes, one after the other; the bytes that everybody gets."""
