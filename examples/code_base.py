@@ -136,9 +136,11 @@ def main() -> None:
         print(f"{found.reach:>12,}   {right:>22.1%}   {found.seconds:>9.1f}")
     print("\nThe longest passages that stood before, word for word, as attention over all found them:")
     for length, here, there in passages(code, answers[-1].places):
-        text = " ".join("".join(code.words[here - length + 1 :][:12]).split())
-        print(f"  {length:,} tokens, {here - there:,} back: {code.place(here - length + 1)} as in", end=" ")
-        print(f"{code.place(there - length + 1)}: {text} ...")
+        passage = code.words[here - length + 1 : here + 1]
+        blank = next((i for i, word in enumerate(passage) if word.strip()), 0)  # line ends that it begins with
+        first, second = (code.place(end - length + 1 + blank) for end in (here, there))
+        text = " ".join(word for word in passage[:16] if word.strip())
+        print(f"  {length:,} tokens, {here - there:,} back: {first} as in {second}: {text} ...")
 
 
 if __name__ == "__main__":
