@@ -39,12 +39,14 @@ demo: $(STAMP)
 test: check
 	env -u OMP_NUM_THREADS $(BIN)/python -m pytest
 
-# What takes longer than a test may: the slow tests, and random search instead of settled examples.
+# What takes longer than a test may: the slow tests, random search instead of settled examples, and training that is
+# stalled, killed and started anew.
 soak: $(FRAMEWORKS)
 	env -u OMP_NUM_THREADS $(BIN)/python -m pytest -m slow --timeout=3000
 	env -u OMP_NUM_THREADS HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest --timeout=3000 $(SOAK_ARGS) \
 		tests/geometry/test_tiles.py tests/geometry/test_itinerary.py tests/contracts \
 		tests/test_simulate.py::test_any_task_is_exact_and_sends_what_was_predicted
+	$(BIN)/python benchmarks/train_soak.py --minutes 2
 
 # Warnings are errors, dead links and anchors among them; what the theme has to say about its future is no warning.
 docs: $(SITE_TOOLS)
