@@ -3,6 +3,7 @@
 python benchmarks/event_speed.py                  # a table of processor seconds; 4,096 ranks
 python benchmarks/event_speed.py --only shared    # some of the cases
 python benchmarks/event_speed.py --write          # docs/records/event_speed.json and the table of docs/events.md
+python benchmarks/event_speed.py --only LongNet --write  # these cases anew; the others stay as they were recorded
 
 Each is played in a process of its own, on one core, and nothing is remembered from the one before. What is timed is
 real: user and system seconds of the play alone, without starting Python and importing. What is played is predicted.
@@ -44,7 +45,6 @@ class Case(NamedTuple):
     layout: str = "zigzag"
     links_out: int = 8
     slow: Slow = Slow()
-    schedules: tuple[str, ...] = tuple(PLANS)
 
 
 STRAGGLERS = Slow({17: 1.5, 42: 3.0}, {(7, 8): 4.0, (8, 7): 4.0, (60, 61): 9.0})
@@ -57,7 +57,10 @@ CASES = (
     Case("causal, slow ranks and links", 2**11, slow=STRAGGLERS),
     Case("causal, one shared link out of a node", 2**11, links_out=1),
     Case("window of 8K", 2**11, Dense(window=(8191, 0)), "contiguous"),
-    Case("LongNet, 256K tokens a rank", 2**18, LONGNET, "contiguous", schedules=("exchange",)),
+    Case("causal, striped", 2**11, layout="striped"),
+    Case("LongNet, 256K tokens a rank", 2**18, LONGNET, "contiguous"),
+    Case("LongNet, 128K tokens a rank", 2**17, LONGNET, "contiguous"),  # every other rank keeps rows of its last branch
+    Case("LongNet over zigzag shards", 2**18, LONGNET),
 )
 
 
@@ -89,7 +92,7 @@ def all_of(only: list[str], ranks: int) -> list[dict[str, Any]]:
         (number, schedule, phase, ranks)
         for number, case in enumerate(CASES)
         if any(text in case.name for text in only)
-        for schedule in case.schedules
+        for schedule in PLANS
         for phase in PASSES
     ]
     found: list[dict[str, Any]] = []
@@ -130,12 +133,12 @@ def write(rows: list[dict[str, Any]], ranks: int, busy: float) -> None:
 
     from longring import __version__
 
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    told = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    found = {"commit": told.stdout.strip(), "load of the machine before": round(busy, 2)}
+    rows = _with_others([{**row, **found} for row in rows])
     record = {
-        "commit": commit.stdout.strip(),
         "versions": {"python": platform.python_version(), "numpy": numpy.__version__, "longring": __version__},
         "machine": f"{os.cpu_count()} cores, {platform.machine()}; each play on one of them",
-        "load of the machine before": round(busy, 2),
         "real": "took and peak_bytes: processor seconds of the simulation itself, and the most its process held",
         "simulated": "predicted: what the simulation says of these ranks, none of which was there",
         "ranks": ranks,
@@ -145,6 +148,14 @@ def write(rows: list[dict[str, Any]], ranks: int, busy: float) -> None:
     page = PAGE.read_text(encoding="utf-8")
     before, behind = page.split(BEGIN)[0], page.split(END)[1]
     PAGE.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{behind}", encoding="utf-8")
+
+
+def _with_others(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Together with the cases that were recorded earlier, in the order in which they are told."""
+    anew = {row["case"] for row in rows}
+    recorded = json.loads(RECORD.read_text(encoding="utf-8"))["plays"]
+    every = rows + [row for row in recorded if row["case"] not in anew]
+    return [row for case in CASES for row in every if row["case"] == case.name]
 
 
 if __name__ == "__main__":
