@@ -10,12 +10,13 @@ process the resident memory (its own, without pages of mapped files), the open h
 /proc once a second.
 
 Memory: a line is fitted to the resident memory of each rank in each of its lives, all of one slope, each with a height
-of its own; what came before a life's first step, and a fifth of the rest, is left out. The standard error takes each
-life of a rank for one observation, since what is read every second is not independent. Handles and threads: the least
-number in the last quarter of a life beside that in the first quarter. Exit code 1 if these grew, if a process or a file
-was left behind, or if a step is missing; and, where the soak took ten minutes or more, if memory grew by more than a
-hundredth an hour, two standard errors taken off. Documents end in the same places of every sequence: where they end in
-ever new ones, plans are kept until caches are full, in a few thousand steps and some 20 MiB. Linux only.
+of its own; what came before a life's first step, and the first fifth and minute of the rest, is left out. The standard
+error takes each life of a rank for one observation, since what is read every second is not independent. Handles and
+threads: the least number in the last quarter of a life beside that in the first quarter. Exit code 1 if these grew, if
+a process or a file was left behind, or if a step is missing; and, where the soak took ten minutes or more, if memory
+grew by more than a hundredth an hour, two standard errors taken off. Documents end in the same places of every
+sequence: where they end in ever new ones, plans are kept until caches are full, in a few thousand steps and some 20
+MiB. Linux only.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ MODEL = ("--context", "1024", "--dim", "64", "--layers", "2", "--heads", "2", "-
 LENGTH = ("--steps", "1000000", "--save-every", "20", "--keep", "3")
 RANKS = (1, 2, 2, 3)  # to draw from
 FILES, DOCUMENT = 100, 512  # of data, and tokens of each
-LIVES = (100.0, 360.0)  # seconds between restarts
+LIVES = (180.0, 420.0)  # seconds between restarts
+WARM_UP = 60.0  # seconds of a life in which memory is not judged: it rises over the first thousand steps or so
 STALLS = (2.0, 8.0)  # seconds between stalls
 LONGEST_STALL = 2.0
 GONE_WITHIN = 15.0  # seconds in which what was started ends by itself
@@ -249,7 +251,8 @@ class Slope(NamedTuple):
 def slope(lives: list[list[Sample]]) -> Slope | None:
     """One slope for all lives, each with a height of its own; None where there are fewer than two to tell it by."""
     sums = []
-    for samples in map(settled, lives):
+    for life in lives:
+        samples = [one for one in settled(life) if one.seconds >= life[0].seconds + WARM_UP]
         if len(samples) < 5:
             continue
         x, y = [one.seconds / 3600 for one in samples], [one.rss / MIB for one in samples]
