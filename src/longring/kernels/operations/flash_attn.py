@@ -247,7 +247,7 @@ class FlashAttn4(_FlashAttn):
 
     name = "flash_attn_4"
     package = Package("flash-attn-4", "flash_attn.cute.interface", "4.0.0b36", "pip install longring[flash]")
-    right_for = (64, 128, 256)  # on an H200, 4.0.0b36: with 8, 16 and 72 gradients were wrong by 15 %; others: not seen
+    right_for = (64, 128, 256)  # seen on an H200 with 4.0.0b36: gradients of 8, 16 and 72 were wrong
 
     def _limits(self, q: Tensor, head_dim: int) -> str | None:
         """After Hopper it knows 256 as well, but no gradient of lse there."""
@@ -257,7 +257,7 @@ class FlashAttn4(_FlashAttn):
         if (reason := _limits(q, head_dim, least=(9, 0), most=128 if major > 9 else 256)) is not None:
             return reason
         if head_dim not in self.right_for:
-            return f"is used for head dimensions of 64, 128 and 256, got {head_dim}: of others it gave wrong gradients"
+            return f"is used for heads of 64, 128 and 256, got {head_dim}: of some others it gave wrong gradients"
         return None
 
     def columns_for_dlse(self, head_dim: int) -> int:
