@@ -277,7 +277,7 @@ def _start(work: bytes, rank: int, environment: Mapping[str, str], backend: str)
     context = _context()
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(
-        target=_live, args=(work, rank, environment, backend, theirs), name=f"longring rank {rank}"
+        target=_live, args=(work, rank, environment, backend, theirs, _Deaf()), name=f"longring rank {rank}"
     )
     try:
         process.start()
@@ -388,12 +388,29 @@ def _end(started: list[_Rank]) -> None:
 # A world of our own, seen from a rank
 
 
-def _live(work: bytes, rank: int, environment: Mapping[str, str], backend: str, wire: Connection) -> None:
+class _Deaf:
+    """To Ctrl-C a new process is deaf as soon as it has read this, and finds in its place what would have heard it.
+
+    Around its program a rank has nothing to say to Ctrl-C: the caller hears it as well, and ends the rank. Left to
+    itself, multiprocessing would print the beginning of a traceback, and as much of the rest as there was time for.
+    """
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return _deafened, ()
+
+
+def _deafened() -> Any:
+    return signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _live(
+    work: bytes, rank: int, environment: Mapping[str, str], backend: str, wire: Connection, hearing: Any
+) -> None:
     _leave_with_the_caller()
     os.environ.clear()
     os.environ.update(environment)
     _set_threads()
-    wire.send_bytes(pickle.dumps(_outcome(work, rank, backend)))
+    wire.send_bytes(pickle.dumps(_outcome(work, rank, backend, hearing)))
 
 
 def _leave_with_the_caller() -> None:
@@ -415,14 +432,17 @@ def _set_threads() -> None:
         torch.set_num_threads(int(first))
 
 
-def _outcome(work: bytes, rank: int, backend: str) -> _Result | _Failure:
+def _outcome(work: bytes, rank: int, backend: str, hearing: Any) -> _Result | _Failure:
     try:
+        signal.signal(signal.SIGINT, hearing)
         program, args = _unpickled(work)
         _join(backend)
         result = pickle.dumps(program(*args))
         dist.destroy_process_group()
+        _deafened()
         return _Result(result)
     except BaseException as error:
+        _deafened()
         kind, text = type(error).__name__, str(error)
         shown = "".join(traceback.format_exception(error))
         return _Failure(rank, f"raised {kind}: {text}", kind, text, shown, is_consequence=_comes_of_another(error))

@@ -324,3 +324,33 @@ def test_ctrl_c_waits_until_a_rank_is_started_whole():
     finally:
         signal.signal(signal.SIGINT, before)
     assert done == ["the rest"]
+
+
+def heard_ctrl_c():
+    """How a rank hears Ctrl-C: in its program as any process does."""
+    return signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_rank_hears_ctrl_c_in_its_program_as_any_process_does():
+    assert lr.launch(heard_ctrl_c, ranks=2, timeout=SOON) == [True, True]
+
+
+@pytest.mark.parametrize("program", [heard_ctrl_c, signal.raise_signal], ids=["returns", "is interrupted"])
+def test_before_and_behind_its_program_a_rank_is_deaf_to_ctrl_c(program, monkeypatch):
+    """Where multiprocessing would print half a traceback beside the one line of a command."""
+    monkeypatch.setattr(launching, "_join", lambda backend: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    arguments = (signal.SIGINT,) if program is signal.raise_signal else ()
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        hearing = pickle.loads(pickle.dumps(launching._Deaf()))
+        assert hearing is before
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        said = launching._outcome(pickle.dumps((program, arguments)), 0, "gloo", hearing)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if arguments:
+        assert said.error_type == "KeyboardInterrupt"
+    else:
+        assert pickle.loads(said.pickled) is True
