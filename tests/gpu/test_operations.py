@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import longring as lr
+from longring.kernels.operations.flash_attn import FlashAttn4
 from longring.kernels.select import KERNELS, ON_GPU
 from longring.testing import Result, judge
 
@@ -119,3 +120,25 @@ def test_slabs_and_lazy_parts(kv_heads, ranks, monkeypatch):
     got = Result(sim.out, sim.lse, *torch.autograd.grad((sim.out, sim.lse), (q, k, v), (dout, dlse)))
     verdicts = judge(got, q, k, v, pattern, dout, dlse)
     assert all(verdict.ok for verdict in verdicts), verdicts
+
+
+@pytest.mark.parametrize("with_dlse", [False, True], ids=["", "dlse"])
+@pytest.mark.parametrize(("kv_heads", "d"), [(4, 64), (4, 128), (2, 64)])
+@pytest.mark.parametrize("n", [512, 500])
+def test_results_are_written_where_they_belong(n, kv_heads, d, with_dlse, monkeypatch):
+    """By flash-attn-4, the branch that has every row; the others are merged into it, slab by slab."""
+    monkeypatch.setattr("longring.geometry.portions.SMALLEST_SLAB", 1)
+    q, k, v, dout, dlse = tensors(torch.bfloat16, n=n, d=d, kv_heads=kv_heads, batch=1)
+    willing("flash_attn_4", q, k)
+    written = []
+    for name in ("forward_into", "backward_into"):
+        plain = getattr(FlashAttn4, name)
+
+        def counted(*args, plain=plain, name=name):
+            written.append(name)
+            return plain(*args)
+
+        monkeypatch.setattr(FlashAttn4, name, counted)
+    for pattern in (lr.Dilated([16, 32, 64], [1, 2, 4]), lr.Dilated([64, 512], [1, 4])):
+        check("flash_attn_4", pattern, q, k, v, dout, dlse if with_dlse else None)
+    assert written.count("forward_into") > 2

@@ -16,6 +16,7 @@ import torch
 import longring as lr
 from longring.kernels import fused
 from longring.kernels.operations import flash_attn
+from longring.kernels.operations.contract import Rows
 from longring.kernels.operations.flash_attn import FlashAttn2, FlashAttn3, FlashAttn4
 from longring.kernels.rates import RANKS, Size, by_speed
 from longring.kernels.select import KERNELS, PACKAGES, select_kernel
@@ -138,6 +139,23 @@ def test_the_rows_of_a_ring(kernel, pattern):
     sim = lr.simulate(q, k, v, ranks=3, pattern=pattern, kernel=kernel)
     got = Result(sim.out, sim.lse, *torch.autograd.grad((sim.out, sim.lse), (q, k, v), (dout, dlse)))
     keep_budgets(got, pattern, q, k, v, dout, dlse)
+
+
+def test_flash_attn_4_writes_where_it_is_told(install, on_gpu):
+    """Into rows of a tensor that lie anywhere, and nowhere else."""
+    install(FlashAttn4)
+    operation = FlashAttn4()
+    q, k, v, dout, dlse = (x.detach() for x in tensors(torch.bfloat16))
+    q, k, v, dout = (x.transpose(1, 2) for x in (q, k, v, dout))
+    out, lse = operation.forward(q, k, v, True, 0.25)
+    rows = Rows(dout, out, lse, dlse)
+    want = out, *operation.backward(rows, q, k, v, True, 0.25)
+    rooms = [torch.full((2, 2 * x.shape[2], *x.shape[1::2]), torch.nan, dtype=x.dtype) for x in want]
+    homes = [room[:, ::2].transpose(1, 2) for room in rooms]
+    assert operation.forward_into(homes[0], q, k, v, True, 0.25).equal(lse)
+    operation.backward_into((homes[1], None, homes[3]), rows, q, k, v, True, 0.25)
+    assert [torch.equal(*one) for one in zip(homes, want, strict=True)] == [True, True, False, True]
+    assert all(room[:, 1::2].isnan().all() for room in rooms)
 
 
 @every_kind

@@ -12,6 +12,7 @@ from attending import tensors
 from longring.errors import RowsLeftOut
 from longring.geometry import portions
 from longring.kernels import fused, totals
+from longring.kernels.operations.cpu import CpuFlash
 from longring.schedules.select import SCHEDULES
 from longring.testing import Result, judge
 
@@ -77,27 +78,50 @@ def passes(monkeypatch):
     for name, found in taken.items():
         whole_pass = getattr(parts, name)
 
-        def counted(some, window, *rest, whole_pass=whole_pass, found=found):
+        def counted(some, window, *rest, whole_pass=whole_pass, found=found, **more):
             found.append((len(some), window))
-            whole_pass(some, window, *rest)
+            whole_pass(some, window, *rest, **more)
 
         monkeypatch.setattr(parts, name, counted)
     return taken
 
 
-def check(pattern, *, dtype=torch.float32, heads=(4, 4), with_dlse=True, **options) -> None:
+@pytest.fixture
+def at_home(monkeypatch):
+    """An operation that writes its results where they belong, as flash-attn-4 can; how often it did, by pass."""
+    done = {"forward": 0, "backward": 0}
+
+    def forward_into(self, out, *operands):
+        found, lse = self.forward(*operands)
+        out.copy_(found)
+        done["forward"] += 1
+        return lse
+
+    def backward_into(self, found, *operands):
+        gradients = self.backward(*operands)
+        done["backward"] += 1
+        return tuple(x if home is None else home.copy_(x) for home, x in zip(found, gradients, strict=True))
+
+    monkeypatch.setattr(CpuFlash, "forward_into", forward_into, raising=False)
+    monkeypatch.setattr(CpuFlash, "backward_into", backward_into, raising=False)
+    fused._writes_in_place.cache_clear()
+    yield done
+    fused._writes_in_place.cache_clear()
+
+
+def check(pattern, *, batch=2, scale=None, dtype=torch.float32, heads=(4, 4), with_dlse=True, **options) -> None:
     """Alone, or on ranks that are simulated, against the definition."""
-    q, k, v, dout, dlse = tensors(2, N, N, heads[0], heads[1], 8, dtype)
+    q, k, v, dout, dlse = tensors(batch, N, N, heads[0], heads[1], 8, dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RowsLeftOut)
         if options:
             sim = lr.simulate(q, k, v, pattern=pattern, **options)
             out, lse = sim.out, sim.lse
         else:
-            out, lse = lr.attention(q, k, v, pattern=pattern, return_lse=True)
+            out, lse = lr.attention(q, k, v, pattern=pattern, return_lse=True, scale=scale)
     outs, grads = ((out, lse), (dout, dlse)) if with_dlse else ((out,), (dout,))
     got = Result(out.detach(), lse.detach(), *torch.autograd.grad(outs, (q, k, v), grads))
-    verdicts = judge(got, q, k, v, pattern, dout, dlse if with_dlse else None)
+    verdicts = judge(got, q, k, v, pattern, dout, dlse if with_dlse else None, scale=scale)
     assert all(verdict.ok for verdict in verdicts), verdicts
 
 
@@ -143,6 +167,46 @@ def test_schedules_of_dilated_attention(schedule):
 )
 def test_schedules_with_few_parts_waiting(schedule, layout, few_wait):
     check(PATTERNS["documents"], heads=(4, 2), ranks=2, schedule=schedule, layout=layout)
+
+
+# ------------------------------------------------------------------------------- results written where they belong
+
+AT_HOME = {
+    "all rows": lr.Dilated([4, 8], [1, 2]),  # of several slabs
+    "one slab": lr.Dilated([4, 8, N], [1, 2, 4]),
+    "a shorter segment at the end": lr.Dilated([7, 14], [1, 3]),
+    "a rate of 1 twice": lr.Dilated([4, 8, 8], [1, 1, 2]),
+    "documents": lr.Dilated([4, 8], [1, 2], documents=[0, 9, N]),
+    "no causality": lr.Dilated([4, 12], [1, 3], causal=False, phase="block"),
+}
+
+
+@pytest.mark.parametrize("pattern", AT_HOME)
+def test_what_has_most_rows_is_written_where_it_belongs(pattern, at_home, poisoned):
+    check(AT_HOME[pattern], batch=1, dtype=torch.bfloat16, with_dlse=False)
+    assert at_home["forward"] > 0
+    assert at_home["backward"] > 0
+
+
+@pytest.mark.parametrize("pattern", ["all rows", "one slab"])
+def test_and_is_merged_as_any_other_where_few_may_wait(pattern, at_home, few_wait, poisoned):
+    check(AT_HOME[pattern], batch=1, heads=(6, 3))
+    assert at_home["forward"] > 0
+
+
+def test_a_negative_scale_turns_the_gradient_of_queries_round_afterwards(at_home, poisoned):
+    check(AT_HOME["all rows"], batch=1, scale=-0.3)
+    assert at_home["forward"] > at_home["backward"] == 0
+
+
+@pytest.mark.parametrize("pattern", ["causal", "window", "block"])
+def test_where_there_is_one_stack_or_none_has_most_nothing_is(pattern, at_home):
+    check(PATTERNS[pattern])
+    assert at_home == {"forward": 0, "backward": 0}
+
+
+def test_batch_rows_of_their_own_stacks_are_not(at_home, poisoned):
+    check(AT_HOME["all rows"], batch=2)
 
 
 # ----------------------------------------------------------------------------------------------- slabs and passes

@@ -43,9 +43,9 @@ def passes(monkeypatch):
     for name in ("merge_parts", "add_parts"):
         whole_pass = getattr(parts_module, name)
 
-        def counted(parts, *rest, whole_pass=whole_pass):
+        def counted(parts, *rest, whole_pass=whole_pass, **more):
             taken.append(len(parts))
-            whole_pass(parts, *rest)
+            whole_pass(parts, *rest, **more)
 
         monkeypatch.setattr(parts_module, name, counted)
     return taken

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -22,7 +24,8 @@ N = 40
 @pytest.fixture(autouse=True, scope="module")
 def several_programs_a_head():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "BLOCKS", dict.fromkeys(module.BLOCKS, (8, 4)))
+        for name in ("BLOCKS", "MERGING"):
+            patch.setattr(module, name, dict.fromkeys(module.BLOCKS, (8, 4)))
         yield
 
 
@@ -40,6 +43,43 @@ def test_a_sum_is_what_all_add_up_to(case: Case):
     want = added(made)
     add_parts(made.sums, case.window, made.before and made.before.out, made.into.out)
     made.assert_added(want)
+
+
+@given(cases(N), st.sampled_from([torch.float64, torch.float32]), st.integers(1, 3))
+def test_a_part_may_lie_where_its_rows_belong(case: Case, log_dtype, count):
+    """Its memory is that of the result, and rows that no other part has are not moved; the others are as ever."""
+    if not case.places:
+        return
+    some = {"places": case.places[:count], "part_dtypes": case.part_dtypes[:count]}
+    made = replace(case, begins="nothing", **some).tensors(DEVICE, log_dtype)
+    first = made.parts[0]
+    home = first.place.view(made.into.out)
+    home.copy_(first.out)
+    made.parts[0] = first._replace(out=home)
+    made.untouched.out.copy_(made.into.out)
+    want, begun = (merged(made), added(made)), made.into.out.clone()
+    merge_parts(made.parts, case.window, None, made.into, is_first_at_home=True)
+    made.assert_merged(want[0])
+    made.into.out.copy_(begun)
+    add_parts(made.sums, case.window, None, made.into.out, is_first_at_home=True)
+    made.assert_added(want[1])
+
+
+def test_rows_that_nobody_has_and_rows_that_saw_nothing_are_0_beside_a_part_at_home():
+    place = Place(range(1), 1, 0, range(1), 0, range(3, 12), 1)
+    into = nothing(20)
+    home, lse = place.view(into.out), torch.randn(1, 1, 9, device=DEVICE)
+    home.normal_()
+    home[0, 0, 2] = torch.nan
+    lse[0, 0, 2] = -torch.inf
+    want = home.clone()
+    merge_parts([Part(place, home, lse)], range(20), None, into, is_first_at_home=True)
+    assert into.out[:, [0, 1, 2, 5, *range(12, 20)]].eq(0).all()
+    assert into.lse[0, 0, [0, 1, 2, 5, *range(12, 20)]].isneginf().all()
+    assert home[0, 0, [0, 1, *range(3, 9)]].equal(want[0, 0, [0, 1, *range(3, 9)]])
+    into.out[:, :3] = torch.nan
+    add_parts([Part(place, home, None)], range(20), None, into.out, is_first_at_home=True)
+    assert into.out[:, [0, 1, 2, *range(12, 20)]].eq(0).all()
 
 
 def whole(n: int, heads: int = 1) -> Place:
@@ -136,8 +176,9 @@ def test_parts_of_float64_stay_so():
     torch.testing.assert_close(into.out, want + outs.sum(0).transpose(1, 2), rtol=1e-14, atol=1e-14)
 
 
+@pytest.mark.parametrize("at_home", [False, True])
 @pytest.mark.parametrize("phase", range(4))
-def test_rows_a_stride_apart_are_a_program(phase):
+def test_rows_a_stride_apart_are_a_program(phase, at_home):
     """Steps 1, 2 and 4 as in LongNet, heads that start later and a window that starts anywhere: all are found."""
     n, heads = 72, 4
     places = [whole(n, heads)]
@@ -147,11 +188,15 @@ def test_rows_a_stride_apart_are_a_program(phase):
     for place in places:
         size = place.many, place.heads, len(place.rows)
         parts.append(Part(place, torch.randn(*size, 16, device=DEVICE), torch.randn(size, device=DEVICE)))
-    assert module._stride(parts, torch.empty(1, n, heads, 16)) == 4
+    assert module._stride(parts, torch.empty(1, n, heads, 16), 8) == 4
     into = Partial(torch.full((1, n, heads, 16), torch.nan, device=DEVICE), torch.zeros(1, heads, n, device=DEVICE))
     window = range(phase, n)
-    merge_parts(parts, window, None, into)
     want = eagerly_merged(parts, n, heads)
+    if at_home:
+        into.out.copy_(parts[0].out.transpose(1, 2))
+        parts[0] = parts[0]._replace(out=into.out.transpose(1, 2))
+        into.out[:, :phase] = torch.nan
+    merge_parts(parts, window, None, into, is_first_at_home=at_home)
     torch.testing.assert_close(into.out[:, phase:].double(), want.out[:, phase:], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(into.lse[..., phase:].double(), want.lse[..., phase:], rtol=1e-5, atol=1e-6)
     assert into.out[:, :phase].isnan().all()

@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import prod
 
 from .slabs import Slab, slabs
-from .stacks import Shaped, Stack, stacks
+from .stacks import Place, Shaped, Stack, stacks
 from .tiles import Tile, without_bands
 
 SMALLEST_PORTION = 1 << 18  # elements: below 1 MiB a stack is not cut to save memory
@@ -51,6 +51,12 @@ def portions(slab: Slab, q: Shaped, k: Shaped, *, is_first: bool, is_lazy: bool)
     limit = max(SMALLEST_PORTION, prod(q.shape) // 4) // q.shape[3]
     for stack in found:
         yield from stack.split(limit)
+
+
+def has_most(place: Place, slab: Slab, x: Shaped) -> bool:
+    """Whether the place has more than half of a slab's rows: then it pays to write them where they belong."""
+    batch, _, heads, _ = x.shape
+    return 2 * place.many * place.heads * len(place.rows) > batch * heads * len(slab.rows)
 
 
 @lru_cache(maxsize=256)

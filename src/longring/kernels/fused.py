@@ -8,12 +8,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..geometry.portions import portions, stretches
+from ..geometry.portions import has_most, portions, stretches
 from ..geometry.ranges import moved
 from ..geometry.stacks import Place, Stack
 from ..geometry.tiles import Repeat, Tile
 from .contract import Upstream
-from .operations.contract import Operation, Rows, with_columns_for_dlse
+from .operations.contract import Homes, Operation, Rows, WritesInPlace, with_columns_for_dlse
 from .rates import Pass, Size, by_speed, generation
 from .reference import ReferenceKernel
 from .totals import Seen, Sums, is_lazy
@@ -47,12 +47,14 @@ class FusedKernel:
         signed = q if sign == 1 else sign * q
         parts = stretches(tiles, q, k, can_be_done=total.can_be_done)
         for slab in parts:
-            for stack in portions(slab, q, k, is_first=total.is_empty, is_lazy=is_lazy(q.device)):
-                operation = self._fastest("forward", stack, q)
+            found = tuple(portions(slab, q, k, is_first=total.is_empty, is_lazy=is_lazy(q.device)))
+            for stack in found:
+                is_home = total.can_be_done and len(found) > 1 and has_most(stack.queries, slab, q)
+                operation = self._fastest("forward", stack, q, is_home=is_home)
                 if operation is None:
                     ReferenceKernel().forward(q, k, v, _as_tiles(stack), scale=sign * scale, total=total)
                 else:
-                    _look(operation, signed, k, v, stack, scale, total)
+                    _look(operation, signed, k, v, stack, scale, total, is_home)
             if len(parts) > 1:
                 total.rows_done(slab.rows)
         return total
@@ -76,22 +78,27 @@ class FusedKernel:
         parts = stretches(tiles, q, k, can_be_done=all(one.can_be_done for one in total))
         for slab in parts:
             is_first = all(one.is_empty for one in total)
-            for stack in portions(slab, q, k, is_first=is_first, is_lazy=is_lazy(q.device)):
-                operation = self._fastest("backward", stack, q, with_dlse=upstream.dlse is not None)
+            found = tuple(portions(slab, q, k, is_first=is_first, is_lazy=is_lazy(q.device)))
+            for stack in found:
+                is_home = all(one.can_be_done for one in total) and len(found) > 1 and sign == 1
+                is_home = is_home and has_most(stack.queries, slab, q) and has_most(stack.keys, slab, k)
+                operation = self._fastest("backward", stack, q, with_dlse=upstream.dlse is not None, is_home=is_home)
                 if operation is None:
                     ReferenceKernel().backward(upstream, q, k, v, _as_tiles(stack), scale=sign * scale, total=total)
                 else:
-                    _look_back(operation, upstream, signed, k, v, stack, scale, total, sign)
+                    _look_back(operation, upstream, signed, k, v, stack, scale, total, sign, is_home)
             if len(parts) > 1:
                 for one in total:
                     one.rows_done(slab.rows)
         return total
 
-    def _fastest(self, which: Pass, stack: Stack, q: Tensor, *, with_dlse: bool = False) -> Operation | None:
-        """None where each of them has limits that the stack is beyond."""
+    def _fastest(
+        self, which: Pass, stack: Stack, q: Tensor, *, with_dlse: bool = False, is_home: bool = False
+    ) -> Operation | None:
+        """None where each of them has limits that the stack is beyond. `is_home`: others will be merged into it."""
         place, cols = stack.queries, len(stack.keys.rows)
         size = Size(q.shape[3], place.many * place.heads, len(place.rows), cols, stack.shape != "full")
-        return _picked(self._operations, which, size, q.dtype, q.device, with_dlse)
+        return _picked(self._operations, which, size, q.dtype, q.device, with_dlse, is_home)
 
 
 @lru_cache(maxsize=4096)
@@ -102,6 +109,7 @@ def _picked(
     dtype: torch.dtype,
     device: torch.device,
     with_dlse: bool,
+    is_home: bool,
 ) -> Operation | None:
     like = torch.empty(0, dtype=dtype, device=device)
     willing = {}
@@ -112,15 +120,36 @@ def _picked(
     if len(willing) < 2 or device.type != "cuda":
         return next(iter(willing.values()), None)
     kind = generation(torch.cuda.get_device_capability(device))
-    return willing[by_speed(tuple(willing), which, size, kind)[0]]
+    sparing = tuple(name for name, one in willing.items() if is_home and _writes_in_place(one))
+    return willing[by_speed(tuple(willing), which, size, kind, sparing)[0]]
+
+
+@lru_cache(maxsize=64)
+def _writes_in_place(operation: Operation) -> bool:
+    """Remembered, since to ask takes microseconds."""
+    return isinstance(operation, WritesInPlace)
 
 
 # ------------------------------------------------------------------------------------------------- one stack
 # the two below are functions so that a stack's results are freed before the next makes its own
 
 
-def _look(operation: Operation, q: Tensor, k: Tensor, v: Tensor, stack: Stack, scale: float, total: Seen) -> None:
-    total.add(stack.queries, *_attend(operation, q, k, v, stack, scale))
+def _look(
+    operation: Operation, q: Tensor, k: Tensor, v: Tensor, stack: Stack, scale: float, total: Seen, is_home: bool
+) -> None:
+    place = stack.queries
+    home = total.home(place) if is_home and stack.shape != "flipped" and _writes_in_place(operation) else None
+    if home is None:
+        total.add(place, *_attend(operation, q, k, v, stack, scale))
+    else:
+        operands = *_operands(q, k, v, stack), stack.shape != "full", scale
+        total.add_at_home(place, home, operation.forward_into(home, *operands))  # type: ignore[attr-defined]
+
+
+def _attend(operation: Operation, q: Tensor, k: Tensor, v: Tensor, stack: Stack, scale: float) -> tuple[Tensor, Tensor]:
+    flipped = stack.shape == "flipped"
+    out, lse = operation.forward(*_operands(q, k, v, stack), stack.shape != "full", scale)
+    return _turned(out, flipped), _turned(lse, flipped)
 
 
 def _look_back(
@@ -133,22 +162,23 @@ def _look_back(
     scale: float,
     total: Sums,
     sign: float,
+    is_home: bool,
 ) -> None:
-    dq, dk, dv = _attend_backward(operation, upstream, q, k, v, stack, scale)
-    total.dq.add(stack.queries, dq if sign == 1 else sign * dq)
-    total.dk.add(stack.keys, dk)
-    total.dv.add(stack.keys, dv)
-
-
-def _attend(operation: Operation, q: Tensor, k: Tensor, v: Tensor, stack: Stack, scale: float) -> tuple[Tensor, Tensor]:
-    flipped = stack.shape == "flipped"
-    q_, k_, v_ = _operands(q, k, v, stack)
-    out, lse = operation.forward(q_, k_, v_, stack.shape != "full", scale)
-    return (out.flip(2), lse.flip(2)) if flipped else (out, lse)
+    places = stack.queries, stack.keys, stack.keys
+    homes: Homes = None, None, None
+    if is_home and stack.shape != "flipped" and _writes_in_place(operation):
+        dq, dk, dv = (one.home(place) for one, place in zip(total, places, strict=True))
+        homes = dq, dk, dv
+    found = _attend_backward(operation, upstream, q, k, v, stack, scale, homes)
+    for one, place, home, x in zip(total, places, homes, found, strict=True):
+        if home is not None:
+            one.add_at_home(place, home)
+        else:
+            one.add(place, sign * x if sign != 1 and one is total.dq else x)
 
 
 def _attend_backward(
-    operation: Operation, upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, stack: Stack, scale: float
+    operation: Operation, upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, stack: Stack, scale: float, homes: Homes
 ) -> tuple[Tensor, Tensor, Tensor]:
     flipped, d = stack.shape == "flipped", q.shape[3]
     q_, k_, v_ = _operands(q, k, v, stack)
@@ -156,7 +186,10 @@ def _attend_backward(
     columns = 0 if rows.dlse is None else operation.columns_for_dlse(d)
     if columns:
         rows, q_, k_, v_ = with_columns_for_dlse(rows, q_, k_, v_, columns)
-    found = operation.backward(rows, q_, k_, v_, stack.shape != "full", scale)
+    operands = rows, q_, k_, v_, stack.shape != "full", scale
+    if any(home is not None for home in homes):
+        return operation.backward_into(homes, *operands)  # type: ignore[attr-defined]
+    found = operation.backward(*operands)
     dq, dk, dv = (_turned(x[..., :d] if columns else x, flipped) for x in found)
     return dq, dk, dv
 

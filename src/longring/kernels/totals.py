@@ -36,12 +36,26 @@ class Seen:
         self._q = q
         self._parts: list[Part] = []
         self._total: Partial | None = None
-        self._rounded: Partial | None = None  # rows that are done
+        self._rounded: Partial | None = None  # rows that are done, and a part that was written where it belongs
+        self._home: Part | None = None  # that part, the first of all while it waits
+        self._has_done = False
         self.can_be_done = is_one_look and is_lazy(q.device)
 
     @property
     def is_empty(self) -> bool:
-        return self._total is None and self._rounded is None and not self._parts
+        return self._total is None and not self._has_done and not self._parts
+
+    def home(self, place: Place) -> Tensor | None:
+        """Where the result of these rows may be written at once, for `add_at_home`; one part at a time can be there."""
+        if not self.can_be_done or self._has_home():
+            return None
+        return place.view(self._results().out)
+
+    def add_at_home(self, place: Place, out: Tensor, lse: Tensor) -> None:
+        """As `add`, of an `out` that was written into `home(place)`."""
+        assert not self._has_home()
+        self._home = Part(place, out, lse)
+        self._parts.insert(0, self._home)
 
     def add(self, place: Place, out: Tensor, lse: Tensor) -> None:
         """out [many, heads, rows, d] and lse [many, heads, rows] of some of the rows. They are used up."""
@@ -70,22 +84,30 @@ class Seen:
     def rows_done(self, window: range) -> None:
         """Nothing more comes for these rows."""
         assert self.can_be_done
-        if self._rounded is None:
-            self._rounded = _room(self._q, self._q.dtype, accumulator_dtype(self._q.dtype))
-        self._bring_together(self._total, self._rounded, window)
+        self._bring_together(self._total, self._results(), window)
+        self._has_done = True
 
     def result(self) -> Partial:
         """The end of it: out may be in q's dtype, rounded once."""
-        if self._rounded is not None and not self._parts:
+        if self._rounded is not None and self._has_done and not self._parts:
             return self._rounded
         if self._total is None and self._is_whole():
             return _as_partial(self._parts[0])
         if self._parts:
-            rounded = _room(self._q, self._q.dtype, accumulator_dtype(self._q.dtype))
+            rounded = self._results()
             self._bring_together(self._total, rounded, range(self._q.shape[1]))
             self._total = rounded
             return rounded
         return self.in_place()
+
+    def _results(self) -> Partial:
+        """What is handed out in the end."""
+        if self._rounded is None:
+            self._rounded = _room(self._q, self._q.dtype, accumulator_dtype(self._q.dtype))
+        return self._rounded
+
+    def _has_home(self) -> bool:
+        return bool(self._parts) and self._parts[0] is self._home
 
     def _is_whole(self) -> bool:
         return len(self._parts) == 1 and self._parts[0].place.covers(self._q)
@@ -93,7 +115,7 @@ class Seen:
     def _bring_together(self, before: Partial | None, into: Partial, window: range) -> None:
         from .triton.parts import merge_parts
 
-        merge_parts(self._parts, window, before, into)
+        merge_parts(self._parts, window, before, into, is_first_at_home=self._has_home() and into is self._rounded)
         self._parts.clear()
 
 
@@ -109,6 +131,8 @@ class Sum:
         self._parts: list[Part] = []
         self._total: Tensor | None = None
         self._rounded: Tensor | None = None
+        self._home: Part | None = None  # as in Seen
+        self._has_done = False
         self._is_lent = False  # the memory is somebody else's, who will look at it
         self.can_be_done = is_one_look and is_lazy(x.device)
 
@@ -142,7 +166,19 @@ class Sum:
 
     @property
     def is_empty(self) -> bool:
-        return self._total is None and self._rounded is None and not self._parts
+        return self._total is None and not self._has_done and not self._parts
+
+    def home(self, place: Place) -> Tensor | None:
+        """Where the sum of these rows may be written at once, for `add_at_home`; one part at a time can be there."""
+        if not self.can_be_done or self._has_home():
+            return None
+        return place.view(self._results())
+
+    def add_at_home(self, place: Place, part: Tensor) -> None:
+        """As `add`, of a part that was written into `home(place)`."""
+        assert not self._has_home()
+        self._home = Part(place, part, None)
+        self._parts.insert(0, self._home)
 
     def add(self, place: Place, part: Tensor) -> None:
         """[many, heads, rows, d] of some of the rows."""
@@ -175,27 +211,35 @@ class Sum:
     def rows_done(self, window: range) -> None:
         """Nothing more comes for these rows."""
         assert self.can_be_done
-        if self._rounded is None:
-            self._rounded = torch.empty(self._x.shape, dtype=self._x.dtype, device=self._x.device)
-        self._bring_together(self._total, self._rounded, window)
+        self._bring_together(self._total, self._results(), window)
+        self._has_done = True
 
     def result(self) -> Tensor:
         """The end of it: it may be in x's dtype, rounded once."""
-        if self._rounded is not None and not self._parts:
+        if self._rounded is not None and self._has_done and not self._parts:
             return self._rounded
         if self._total is None and self._is_whole():
             return self._parts[0].out.transpose(1, 2)
         if self._parts and is_lazy(self._x.device):
-            rounded = torch.empty(self._x.shape, dtype=self._x.dtype, device=self._x.device)
+            rounded = self._results()
             self._bring_together(self._total, rounded, range(self._x.shape[1]))
             self._total = rounded
             return rounded
         return self.in_place()
 
+    def _results(self) -> Tensor:
+        """What is handed out in the end."""
+        if self._rounded is None:
+            self._rounded = torch.empty(self._x.shape, dtype=self._x.dtype, device=self._x.device)
+        return self._rounded
+
     def _memory(self) -> Tensor:
         if self._room is not None:
             return self._room()
         return torch.empty(self._x.shape, dtype=accumulator_dtype(self._x.dtype), device=self._x.device)
+
+    def _has_home(self) -> bool:
+        return bool(self._parts) and self._parts[0] is self._home
 
     def _is_whole(self) -> bool:
         return len(self._parts) == 1 and self._parts[0].place.covers(self._x)
@@ -203,7 +247,7 @@ class Sum:
     def _bring_together(self, before: Tensor | None, into: Tensor, window: range) -> None:
         from .triton.parts import add_parts
 
-        add_parts(self._parts, window, before, into)
+        add_parts(self._parts, window, before, into, is_first_at_home=self._has_home() and into is self._rounded)
         self._parts.clear()
 
 

@@ -6,7 +6,7 @@ be strided views, dense in d. Nothing is empty, the scale is above 0, and a caus
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +50,32 @@ class Operation(Protocol):
         self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv of the stack, given what is known of whole rows."""
+        ...
+
+
+Homes = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Where dq, dk and dv may be written, of those that have a place already."""
+
+
+@runtime_checkable
+class WritesInPlace(Operation, Protocol):
+    """An operation that can write its results where they belong, into strided memory in q's dtype."""
+
+    def forward_into(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        """lse."""
+        ...
+
+    def backward_into(
+        self,
+        homes: Homes,
+        rows: Rows,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv, at their homes or, where one has none, in memory of its own."""
         ...
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from .contract import Rows
+from .contract import Homes, Rows
 from .cuda import capability, not_for, not_on_cuda
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
@@ -76,7 +76,7 @@ def _age(version: str) -> tuple[tuple[int, ...], str, int]:
 
 @cache
 def _loaded(module: str) -> Any:
-    for message in (r"Argument \w+ \(position \d+\) cannot be converted", r"cutlass\."):
+    for message in (r"Argument \w+ \(position \d+\) cannot be converted", r"cutlass\.", r"warpgroup\."):
         warnings.filterwarnings("ignore", message)  # here, as they come whenever a new kind of kernel is compiled
     return importlib.import_module(module)
 
@@ -269,16 +269,35 @@ class FlashAttn4(_FlashAttn):
         )
         return out.transpose(1, 2), lse
 
+    def forward_into(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        _, lse, *_ = self._functions._flash_attn_fwd(
+            *_rows_first(q, k, v), softmax_scale=scale, causal=causal, return_lse=True, out=out.transpose(1, 2)
+        )
+        return lse
+
     def backward(
         self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dlse = None if rows.dlse is None else rows.dlse.float().contiguous()
+        return self.backward_into((None, None, None), rows, q, k, v, causal, scale)
+
+    def backward_into(
+        self,
+        homes: Homes,
+        rows: Rows,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        named = zip(("dq", "dk", "dv"), homes, strict=True)
         dq, dk, dv, *_ = self._functions._flash_attn_bwd(
             *_rows_first(q, k, v, rows.out, rows.dout),
             rows.lse.float().contiguous(),
             softmax_scale=scale,
             causal=causal,
             deterministic=self.is_deterministic,
-            dlse=dlse,
+            dlse=None if rows.dlse is None else rows.dlse.float().contiguous(),
+            **{name: x.transpose(1, 2) for name, x in named if x is not None},
         )
         return _heads_first(dq, dk, dv)

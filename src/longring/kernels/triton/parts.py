@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from math import gcd
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,13 +32,18 @@ FARTHEST = 64  # rows from one of a program's to the next
 
 # d, padded to a power of two -> (rows of a program, its warps): 16 numbers a thread leave many programs room
 BLOCKS = {16: (128, 4), 32: (64, 4), 64: (32, 4), 128: (32, 4), 256: (8, 4), 512: (4, 4)}
-MERGING = {128: 8}  # warps where a merge, which computes more than a sum, was seen to be faster with others
+MERGING = {**BLOCKS, 64: (64, 8), 128: (32, 8)}  # of a merge, which computes more than a sum: seen to be faster so
 
 FAR = 2**31 - 1  # no row is beyond it: rows are counted in 32 bits, numbers in 64
 
 
-def merge_parts(parts: Sequence[Part], window: range, before: Partial | None, into: Partial) -> None:
+def merge_parts(
+    parts: Sequence[Part], window: range, before: Partial | None, into: Partial, *, is_first_at_home: bool = False
+) -> None:
     """What `before` and all parts saw together, for the rows of `window`; `into` may be `before`.
+
+    `is_first_at_home`: the first part's `out` is the very memory of `into` where its rows belong, so that rows which no
+    other part has are left as they are.
 
     Rows that nobody saw become 0 with lse -inf. Logarithms are weighed in float64 if `before` or `into` carries them
     so; products are float32, or float64 for parts of float64. Parts beyond MERGED_AT_ONCE are merged in rounds: through
@@ -55,11 +59,13 @@ def merge_parts(parts: Sequence[Part], window: range, before: Partial | None, in
     for some in rounds:
         _merge_round(some, window.start, before, between)
         before = between
-    _merge_round(last, window.start, before, into)
+    _merge_round(last, window.start, before, into, at_home=is_first_at_home and before is None)
 
 
-def add_parts(parts: Sequence[Part], window: range, before: Tensor | None, into: Tensor) -> None:
-    """`before` and all parts added up, for the rows of `window`; `into` may be `before`.
+def add_parts(
+    parts: Sequence[Part], window: range, before: Tensor | None, into: Tensor, *, is_first_at_home: bool = False
+) -> None:
+    """`before` and all parts added up, for the rows of `window`; `into` may be `before`, and the first part in it.
 
     Rows that nothing is added to become 0. Parts beyond MERGED_AT_ONCE are added in rounds, as in `merge_parts`.
     """
@@ -72,7 +78,7 @@ def add_parts(parts: Sequence[Part], window: range, before: Tensor | None, into:
     for some in rounds:
         _add_round(some, window.start, before, between)
         before = between
-    _add_round(last, window.start, before, into)
+    _add_round(last, window.start, before, into, at_home=is_first_at_home and before is None)
 
 
 def _cut(partial: Partial, window: range) -> Partial:
@@ -94,15 +100,18 @@ def _rounds(parts: Sequence[Part]) -> list[Sequence[Part]]:
 # ------------------------------------------------------------------------------------------------------- launches
 
 
-def _merge_round(parts: Sequence[Part], first: int, before: Partial | None, into: Partial) -> None:
+def _merge_round(
+    parts: Sequence[Part], first: int, before: Partial | None, into: Partial, *, at_home: bool = False
+) -> None:
     """`first`: the row of the whole tensor that is row 0 of `before` and `into`."""
     if into.out.numel() == 0:
         return
     _check(parts, into.out)
     old = into if before is None else before
-    slots, stride = _slots(parts), _stride(parts, into.out)
+    block = _block(into.out, MERGING)
+    slots, stride = _slots(parts), _stride(parts, into.out, block.rows)
     with _on_device_of(into.out):
-        _merge[_grid(into.out, stride)](
+        _merge[_grid(into.out, stride, block.rows)](
             tuple(part.out for part in slots),
             tuple(part.lse for part in slots),
             *_tables(slots, len(parts), into.out, stride),
@@ -115,21 +124,25 @@ def _merge_round(parts: Sequence[Part], first: int, before: Partial | None, into
             into.out.shape[2],
             stride,
             HAS_OLD=before is not None,
+            AT_HOME=at_home,
             LOG=_wider(old.lse, into.lse),
             ACC=_wider(old.out, into.out, *(part.out for part in slots)),
             ALIGNED=_alignment(slots, old.out, into.out),
-            **_sizes(into.out, MERGING),
+            **_sizes(into.out, block),
         )
 
 
-def _add_round(parts: Sequence[Part], first: int, before: Tensor | None, into: Tensor) -> None:
+def _add_round(
+    parts: Sequence[Part], first: int, before: Tensor | None, into: Tensor, *, at_home: bool = False
+) -> None:
     if into.numel() == 0:
         return
     _check(parts, into)
     old = into if before is None else before
-    slots, stride = _slots(parts), _stride(parts, into)
+    block = _block(into, BLOCKS)
+    slots, stride = _slots(parts), _stride(parts, into, block.rows)
     with _on_device_of(into):
-        _add[_grid(into, stride)](
+        _add[_grid(into, stride, block.rows)](
             tuple(part.out for part in slots),
             *_tables(slots, len(parts), into, stride),
             old,
@@ -141,9 +154,10 @@ def _add_round(parts: Sequence[Part], first: int, before: Tensor | None, into: T
             into.shape[2],
             stride,
             HAS_OLD=before is not None,
+            AT_HOME=at_home,
             ACC=_wider(old, into, *(part.out for part in slots)),
             ALIGNED=_alignment(slots, old, into),
-            **_sizes(into),
+            **_sizes(into, block),
         )
 
 
@@ -176,31 +190,37 @@ def _power_of_two(at_least: int) -> int:
     return 1 << (at_least - 1).bit_length()
 
 
-def _block(into: Tensor) -> tuple[int, int, int]:
+class _Block(NamedTuple):
+    """What a program does at once."""
+
+    wide: int
+    rows: int
+    warps: int
+
+
+def _block(into: Tensor, blocks: Mapping[int, tuple[int, int]]) -> _Block:
     wide = max(16, _power_of_two(into.shape[3]))
-    return wide, *BLOCKS[wide]
+    return _Block(wide, *blocks[wide])
 
 
-def _grid(into: Tensor, stride: int) -> tuple[int]:
+def _grid(into: Tensor, stride: int, rows: int) -> tuple[int]:
     batch, n, heads, _ = into.shape
-    return (batch * heads * stride * -(-n // (stride * _block(into)[1])),)
+    return (batch * heads * stride * -(-n // (stride * rows)),)
 
 
-def _stride(parts: Sequence[Part], into: Tensor) -> int:
+def _stride(parts: Sequence[Part], into: Tensor, rows: int) -> int:
     """How far apart the rows of a program lie: so that a part has either all of them or none, wherever steps agree.
 
     In LongNet half the rows are in one branch only, and asking all branches for them would cost more than the merge.
     """
     steps = {part.place.rows.step for part in parts if len(part.place.rows) > 1}
     widest = max(steps, default=1)
-    is_filled = widest * _block(into)[1] <= into.shape[1]  # or most of a program's rows would not exist
+    is_filled = widest * rows <= into.shape[1]  # or most of a program's rows would not exist
     return widest if is_filled and widest <= FARTHEST and all(widest % step == 0 for step in steps) else 1
 
 
-def _sizes(into: Tensor, otherwise: Mapping[int, int] = MappingProxyType({})) -> dict[str, Any]:
-    wide, rows, warps = _block(into)
-    warps = otherwise.get(wide, warps)
-    return {"D": into.shape[3], "WIDE": wide, "ROWS": rows, "num_warps": warps}
+def _sizes(into: Tensor, block: _Block) -> dict[str, Any]:
+    return {"D": into.shape[3], "WIDE": block.wide, "ROWS": block.rows, "num_warps": block.warps}
 
 
 def _wider(*tensors: Tensor) -> tl.dtype:
@@ -372,6 +392,35 @@ def _offset(strides, batch, row, head, FROM: tl.constexpr):
 
 
 @triton.jit
+def _logs(lses, rows, mine, seat, look):
+    """(which of the rows a head has in a part, their lse)."""
+    held, repeat, row = _held(rows, seat, look)
+    held &= mine
+    begin = tl.load(seat + 3) + repeat * tl.load(look + 10) + row * tl.load(look + 11)
+    return held, tl.load(lses + begin, mask=held, other=float("-inf"))
+
+
+@triton.jit
+def _leave(
+    new,
+    strides,
+    batch,
+    own,
+    head,
+    held,
+    mine,
+    ALIGNED: tl.constexpr,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Rows that are held stay as they are, and those that are not become 0."""
+    lacking = mine & (held == 0)
+    begin = tl.multiple_of(_offset(strides, batch, own, head, 0), ALIGNED)
+    numbers, mask = _spread(new, begin, lacking, D, WIDE)
+    tl.store(numbers, tl.zeros(numbers.shape, new.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _taken(
     acc,
     top,
@@ -425,6 +474,7 @@ def _merge(
     heads,
     stride,
     HAS_OLD: tl.constexpr,
+    AT_HOME: tl.constexpr,
     LOG: tl.constexpr,
     ACC: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -437,6 +487,14 @@ def _merge(
     own = lead + stride * tl.arange(0, ROWS)
     mine = own < n
     nothing = float("-inf")
+    bits = tl.load(asked + (batch * heads + head) * stride + (first + lead) % stride)
+    if AT_HOME:  # noqa: SIM102
+        if bits == 1:
+            held, lse = _logs(lses[0], first + own, mine, seats + (batch * heads + head) * len(outs) * SEAT, looks)
+            tl.store(new_lse + _offset(new_strides, batch, own, head, 3), lse.to(new_lse.dtype.element_ty), mask=mine)
+            seen = held & (lse != nothing)  # what an operation leaves in a row that saw nothing may be nan
+            _leave(new_out, new_strides, batch, own, head, seen, mine, ALIGNED, D, WIDE)
+            return
     acc = tl.zeros((ROWS, WIDE), ACC)
     top = tl.full((ROWS,), nothing, LOG)
     total = tl.zeros((ROWS,), LOG)
@@ -446,7 +504,6 @@ def _merge(
         acc = tl.load(old, mask=old_mask, other=0.0).to(ACC)
         top = tl.load(old_lse + _offset(old_strides, batch, own, head, 3), mask=mine, other=nothing).to(LOG)
         total = tl.full((ROWS,), 1.0, LOG)
-    bits = tl.load(asked + (batch * heads + head) * stride + (first + lead) % stride)
     for i in tl.static_range(len(outs)):
         look = looks + i * LOOK
         seat = seats + ((batch * heads + head) * len(outs) + i) * SEAT
@@ -498,6 +555,7 @@ def _add(
     heads,
     stride,
     HAS_OLD: tl.constexpr,
+    AT_HOME: tl.constexpr,
     ACC: tl.constexpr,
     ALIGNED: tl.constexpr,
     D: tl.constexpr,
@@ -507,12 +565,17 @@ def _add(
     batch, head, lead = _own(n, heads, stride, ROWS)
     own = lead + stride * tl.arange(0, ROWS)
     mine = own < n
+    bits = tl.load(asked + (batch * heads + head) * stride + (first + lead) % stride)
+    if AT_HOME:  # noqa: SIM102
+        if bits == 1:
+            held, _, _ = _held(first + own, seats + (batch * heads + head) * len(outs) * SEAT, looks)
+            _leave(new_sum, new_strides, batch, own, head, held, mine, ALIGNED, D, WIDE)
+            return
     acc = tl.zeros((ROWS, WIDE), ACC)
     if HAS_OLD:
         begin = tl.multiple_of(_offset(old_strides, batch, own, head, 0), ALIGNED)
         old, old_mask = _spread(old_sum, begin, mine, D, WIDE)
         acc = tl.load(old, mask=old_mask, other=0.0).to(ACC)
-    bits = tl.load(asked + (batch * heads + head) * stride + (first + lead) % stride)
     for i in tl.static_range(len(outs)):
         look = looks + i * LOOK
         seat = seats + ((batch * heads + head) * len(outs) + i) * SEAT
