@@ -5,7 +5,7 @@ import torch
 
 from longring.bench.gpu import contest as contests
 from longring.bench.gpu.__main__ import main
-from longring.bench.gpu.clock import FAR_BEHIND, Turn, timed
+from longring.bench.gpu.clock import FAR_BEHIND, Turn, head_start, timed
 from longring.bench.gpu.contest import Differentiated, Directly, Stage, compare, contest
 from longring.bench.gpu.direct import FlashForCpu
 from longring.bench.gpu.given import Place, Shape, given
@@ -109,7 +109,7 @@ def test_competitors_take_turns_and_stragglers_leave(monkeypatch):
 def test_what_is_short_is_run_more_often_and_led_in(monkeypatch):
     led_in = []
 
-    def round_(turns, device, *, lead_in):
+    def round_(turns, device, hosts, *, lead_in):
         led_in.append(lead_in)
         return {name: 0.025 for name, _ in turns}
 
@@ -117,6 +117,20 @@ def test_what_is_short_is_run_more_often_and_led_in(monkeypatch):
     assert timed({"a": Turn(print)}, CPU, repeats=5, is_warm=True)["a"] == [0.025] * 12
     assert led_in == [{}] + [{"a": 2}] * 11  # how long it takes shows in the first round
     assert timed({"a": Turn(print)}, CPU, repeats=2, is_warm=True)["a"] == [0.025] * 2  # so few where it is long
+
+
+@pytest.mark.parametrize(("scatter", "rounds"), [(0.0, 4), (0.006, 16), (0.2, 48)])
+def test_rounds_go_on_until_ratios_are_known(monkeypatch, scatter, rounds):
+    """Whatever they are: those of calls that differ from round to round take more of them, up to a limit."""
+    count = iter(range(1000))
+
+    def round_(turns, device, hosts, *, lead_in):
+        off = scatter * (-1) ** (next(count) // 2)  # the same in both rounds of a pair
+        return {"a": 0.2 * (1 + off / 2), "b": 0.2 * (1 - off / 2)}
+
+    monkeypatch.setattr("longring.bench.gpu.clock._round", round_)
+    found = timed({"a": Turn(print), "b": Turn(print)}, CPU, repeats=3, is_warm=True)
+    assert len(found["a"]) == pytest.approx(rounds, abs=4 if 4 < rounds < 48 else 0)
 
 
 def test_a_package_keeps_its_graph_for_its_turn_alone():
@@ -165,6 +179,12 @@ def test_sizes_are_what_the_goals_speak_of():
     assert FULL.longest_backward.n >= 2_500_000
     assert FULL.repeats >= 5
     assert QUICK.branches == FULL.branches == ((2048, 1), (4096, 2), (8192, 4), (16384, 8), (32768, 16))
+
+
+def test_the_device_sleeps_for_as_long_as_the_host_needs():
+    assert head_start(None) == head_start(1e-4) == 3_000_000
+    assert head_start(0.004) == 12_000_000
+    assert head_start(5.0) == 40_000_000  # seconds went into compiling something
 
 
 def test_who_took_turns_is_compared_round_by_round():

@@ -341,6 +341,7 @@ def test_every_check_holds(pattern, schedule, layout, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # of the compiler of flash-attn-4, to its authors
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("pattern", "schedule", "layout"), CASES)
 def test_every_check_holds_on_a_gpu(pattern, schedule, layout):

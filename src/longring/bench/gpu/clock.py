@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -13,10 +14,14 @@ import torch
 from ..records import Spread
 
 CACHE_BYTES = 1 << 28  # written before each call: more than any second-level cache holds
-HEAD_START = 3_000_000  # cycles, 1.5 ms: the device sleeps so long before each call, while the host prepares it
+HEAD_START = 0.0015  # seconds: the device sleeps at least so long before each call, while the host prepares it
+LONGEST_START = 0.02
+CYCLES = 2e9  # of the device in a second, about
 FAR_BEHIND = 1.6  # times the fastest of the first round: such a one is not run again
 LONG_ENOUGH = 0.3  # seconds of a call's runs together: short ones are repeated more often
-MOST_ROUNDS = 16
+MOST_ROUNDS = 16  # that are run without looking at what they say
+LAST_ROUND = 48
+SURE = 0.003  # of a ratio: rounds go on until its median is known so well, whatever it is
 LED_IN = 0.04  # seconds that a call runs unmeasured before it is measured, if it is shorter than LONG_ENOUGH
 
 Call = Callable[[], Any]
@@ -43,19 +48,21 @@ def timed(
     them round by round. And a call may be slower right after one that took more power; ratios of one kernel to itself
     were off by up to 4 %, and that is the likely cause. So rounds begin with another call and go both ways, two by
     two, and each call that is not long runs for a while, unmeasured, before it is measured. Then the device is given
-    something to do, so that what a call costs the host is hidden, as it is in a model: it is the device's time that is
-    measured. A call that was far behind in the first round is not repeated, unless it is in `keep`.
+    something to do for as long as the host needs for the call, so that what it costs the host is hidden, as it is in a
+    model: it is the device's time that is measured. A call that was far behind in the first round is not repeated,
+    unless it is in `keep`; the others take turns until their ratios are known well.
     """
+    hosts: dict[str, float] = {}
     if not is_warm:
-        _round(list(turns.items()), device)
+        _round(list(turns.items()), device, hosts)
     rounds: list[dict[str, float]] = []
-    while len(rounds) < _enough(repeats, rounds):
+    while len(rounds) < _enough(repeats, rounds) or _goes_on(repeats, rounds):
         number = len(rounds)
         chosen = [name for name in turns if not rounds or name in keep or _is_close(name, rounds[0])]
         first = number // 2 % len(chosen)
         order = chosen[first:] + chosen[:first]
         order = order[::-1] if number % 2 else order
-        rounds.append(_round([(name, turns[name]) for name in order], device, lead_in=_lead_in(rounds)))
+        rounds.append(_round([(name, turns[name]) for name in order], device, hosts, lead_in=_lead_in(rounds)))
     return {name: [round_[name] for round_ in rounds if name in round_] for name in turns}
 
 
@@ -65,6 +72,36 @@ def _enough(repeats: int, rounds: list[dict[str, float]]) -> int:
         return repeats
     enough = max(repeats, min(MOST_ROUNDS, int(LONG_ENOUGH / max(min(rounds[0].values()), 1e-9))))
     return enough + enough % 2
+
+
+def _goes_on(repeats: int, rounds: list[dict[str, float]]) -> bool:
+    """Whether the ratio of some call to the fastest is not known well enough, of calls that can be repeated often."""
+    if repeats < 3 or len(rounds) >= LAST_ROUND or min(rounds[0].values()) >= LONG_ENOUGH:
+        return False
+    if len(rounds) % 2:
+        return True
+    fastest = min(rounds[-1], key=lambda name: statistics.median(round_[name] for round_ in rounds))
+    return any(
+        _doubt([round_[name] for round_ in rounds], [round_[fastest] for round_ in rounds]) > SURE
+        for name in rounds[-1]
+        if name != fastest
+    )
+
+
+def _doubt(mine: list[float], its: list[float]) -> float:
+    """The standard error of the median ratio, of rounds taken in twos."""
+    ratios = both_ways(mine, its)
+    if len(ratios) < 2:
+        return math.inf
+    return 1.25 * statistics.stdev(ratios) / statistics.median(ratios) / math.sqrt(len(ratios))
+
+
+def both_ways(mine: Sequence[float], its: Sequence[float]) -> list[float]:
+    """Ratios of what two rounds, one each way, say together."""
+    shared = min(len(mine), len(its))
+    if shared < 2:
+        return [mine[0] / its[0]]
+    return [sum(mine[i : i + 2]) / sum(its[i : i + 2]) for i in range(0, shared - 1, 2)]
 
 
 def _lead_in(rounds: list[dict[str, float]]) -> dict[str, int]:
@@ -79,12 +116,19 @@ def _is_close(name: str, first: dict[str, float]) -> bool:
 
 
 def _round(
-    turns: list[tuple[str, Turn]], device: torch.device, *, lead_in: Mapping[str, int] = MappingProxyType({})
+    turns: list[tuple[str, Turn]],
+    device: torch.device,
+    hosts: dict[str, float],
+    *,
+    lead_in: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, float]:
-    return _round_on_gpu(turns, device, lead_in) if device.type == "cuda" else _round_on_host(turns)
+    """`hosts`: the least that each has cost the host so far, in seconds; kept up to date."""
+    return _round_on_gpu(turns, device, hosts, lead_in) if device.type == "cuda" else _round_on_host(turns)
 
 
-def _round_on_gpu(turns: list[tuple[str, Turn]], device: torch.device, lead_in: Mapping[str, int]) -> dict[str, float]:
+def _round_on_gpu(
+    turns: list[tuple[str, Turn]], device: torch.device, hosts: dict[str, float], lead_in: Mapping[str, int]
+) -> dict[str, float]:
     cache = torch.empty(CACHE_BYTES, dtype=torch.int8, device=device)
     events = {}
     for name, turn in turns:
@@ -95,14 +139,21 @@ def _round_on_gpu(turns: list[tuple[str, Turn]], device: torch.device, lead_in: 
             turn.after()
         turn.before()
         cache.zero_()
-        torch.cuda._sleep(HEAD_START)
+        torch.cuda._sleep(head_start(hosts.get(name)))
         start.record()
+        began = time.perf_counter()
         turn.call()
+        hosts[name] = min(time.perf_counter() - began, hosts.get(name, math.inf))
         end.record()
         turn.after()
         events[name] = start, end
     torch.cuda.synchronize(device)
     return {name: 1e-3 * start.elapsed_time(end) for name, (start, end) in events.items()}
+
+
+def head_start(host: float | None) -> int:
+    """Cycles that the device sleeps before a call that costs the host so many seconds, or nobody knows how many."""
+    return int(CYCLES * min(LONGEST_START, max(HEAD_START, 1.5 * (host or 0))))
 
 
 def _round_on_host(turns: list[tuple[str, Turn]]) -> dict[str, float]:
@@ -119,7 +170,7 @@ def _round_on_host(turns: list[tuple[str, Turn]]) -> dict[str, float]:
 def once(call: Call, device: torch.device) -> tuple[Any, Spread]:
     """What a call gives that takes too long to be repeated, and its time."""
     results: list[Any] = []
-    times = _round([("once", Turn(lambda: results.append(call())))], device)
+    times = _round([("once", Turn(lambda: results.append(call())))], device, {})
     return results[0], Spread.of(list(times.values()))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...geometry.patterns import Pattern
 from ..records import Row, Spread
 from .check import Errors, Result, allowed, check, errors_of
-from .clock import Turn, release, timed
+from .clock import Turn, both_ways, release, timed
 from .direct import Direct, Found
 from .given import Given, Place, Shape
 from .sizes import Sizes
@@ -192,15 +192,8 @@ def compare(rows: list[Row], name: str, other: Row | None, what: str, *, efficie
     """
     for row in rows:
         if row.name == name and row.time and other and other.time and row.phase == other.phase:
-            ratio = median(_of_both_ways(row.rounds, other.rounds))
+            ratio = median(both_ways(row.rounds, other.rounds))
             row.ratios[what] = 1 / ratio if efficiency else ratio
-
-
-def _of_both_ways(mine: Sequence[float], its: Sequence[float]) -> list[float]:
-    shared = min(len(mine), len(its))
-    if shared < 2:
-        return [mine[0] / its[0]]
-    return [sum(mine[i : i + 2]) / sum(its[i : i + 2]) for i in range(0, shared - 1, 2)]
 
 
 def best(rows: list[Row], phase: str, kind: str) -> Row | None:
