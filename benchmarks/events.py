@@ -1,5 +1,6 @@
 """Predicted against measured: the event simulation beside real ranks over links of a set speed, and the H200's record.
 
+python benchmarks/events.py --h200           # what follows from docs/records/h200.json, anew; anywhere
 python benchmarks/events.py --write          # Linux, as root: docs/records/events.json and the tables of docs/events.md
 python benchmarks/events.py --only "ring"    # some of the scenarios, printed
 
@@ -33,6 +34,7 @@ from overlap import SCENARIOS as OVERLAP
 from overlap import Call, Mute, Scenario, longnet
 
 import longring as lr
+from longring.bench.records import Record, Row
 from longring.geometry.layouts import deal
 from longring.geometry.patterns import Dense, Dilated, Problem
 from longring.geometry.task import Task
@@ -309,26 +311,23 @@ def _overlapped(scenario: Scenario, run: dict[str, Any], phase: Any) -> dict[str
 
 def h200() -> list[dict[str, Any]]:
     """What docs/records/h200.json measured of longring on one GPU, predicted."""
-    record = json.loads((DOCS / "records" / "h200.json").read_text(encoding="utf-8"))
-    rows = [(name, row) for name, rows in record["scenarios"].items() for row in rows if row["name"] == "longring"]
-    return [_on_h200(name, row) for name, row in rows]
+    scenarios = Record.load(DOCS / "records" / "h200.json").scenarios
+    rows = [(name, row) for name in ("dilated", "dense") for row in scenarios[name] if row.name == "longring"]
+    return [_on_h200(name, row, row.time.median) for name, row in rows if row.time is not None]
 
 
-def _on_h200(scenario: str, row: dict[str, Any]) -> dict[str, Any]:
-    n, unit, heads, kv_heads, d = re.search(r"n = (\d+)([KM]), (\d+)(?:/(\d+))? heads, d = (\d+)", row["case"]).groups()  # type: ignore[union-attr]
+def _on_h200(scenario: str, row: Row, measured: float) -> dict[str, Any]:
+    n, unit, heads, kv_heads, d = re.search(r"n = (\d+)([KM]), (\d+)(?:/(\d+))? heads, d = (\d+)", row.case).groups()  # type: ignore[union-attr]
     tokens = int(n) * {"K": 2**10, "M": 2**20}[unit]
     branches = [2048 << i for i in range(5)]
-    pattern = (
-        Dilated(branches, [w // 2048 for w in branches]) if scenario == "dilated" else Dense("causal" in row["case"])
-    )
+    pattern = Dilated(branches, [w // 2048 for w in branches]) if scenario == "dilated" else Dense("causal" in row.case)
     alone = deal("contiguous", tokens, 1)
     task = Task(pattern, Problem(1, tokens, tokens, int(kv_heads or heads), 0), alone, alone, int(heads))
-    seconds = play(task, "ring", hardware=hardware("h200"), head_dim=int(d), itemsize=2, phase=row["phase"]).seconds
-    measured = row["ms"]["median"] / 1e3
-    case = row["case"] if scenario == "dense" else f"dilated, {row['case']}"
+    seconds = play(task, "ring", hardware=hardware("h200"), head_dim=int(d), itemsize=2, phase=row.phase).seconds
+    case = row.case if scenario == "dense" else f"dilated, {row.case}"
     return {
         "case": case,
-        "phase": row["phase"],
+        "phase": row.phase,
         "measured": measured,
         "predicted": seconds,
         "error": seconds / measured - 1,
@@ -426,10 +425,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[""], help="scenarios whose name holds one of these")
     parser.add_argument("--write", action="store_true", help="write the record and the tables of docs/events.md")
+    parser.add_argument("--h200", action="store_true", help="of the record and the page, that part alone, anew")
     parser.add_argument("--rank-of", type=int, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.rank_of is not None:
         json.dump(one_rank(SCENARIOS[asked.rank_of]), sys.stdout)
+        return
+    if asked.h200:
+        write({**json.loads(RECORD.read_text(encoding="utf-8")), "h200": h200()})
         return
     reason = namespaces.why_not()
     if reason is not None:

@@ -15,9 +15,7 @@ from longring.plan.quantities import spoken_bytes, spoken_seconds
 
 DOCS = Path(__file__).parent
 DOCUMENTS = ("networks.md", "benchmarks.md", "bench.md", "replay.md")
-GPU_RECORD = DOCS / "records" / "h200_calls.json"
-RING_RECORD = DOCS / "records" / "h200_ring.json"  # taken minutes before, of another commit
-OF_RINGS = ("ring", "far ring", "error")
+GPU_RECORD = DOCS / "records" / "h200.json"
 RANKS_RECORD = DOCS / "records" / "bench.json"
 
 
@@ -29,10 +27,6 @@ def _gpu() -> Record | None:
 def _of_gpu(table: Callable[[Record], str]) -> str:
     record = _gpu()
     return "Not measured yet.\n" if record is None else table(record)
-
-
-def _of_rings(scenario: str) -> str:
-    return markdown(Record.load(RING_RECORD), scenario=scenario)
 
 
 def _of_ranks(table: Callable[[Record], str]) -> str:
@@ -90,8 +84,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "ranks_machine": partial(_of_ranks, machine_table),
     "ranks": partial(_of_ranks, partial(ranks_markdown, scenario="report")),
     **{name: partial(_of_gpu, partial(markdown, scenario=name)) for name in SCENARIOS},
-    **{name: partial(_of_rings, name) for name in OF_RINGS},
-    "ring goals": lambda: goal_table(Record.load(RING_RECORD)),
 }
 
 

@@ -21,10 +21,10 @@ DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 """Bytes of a number, by the name of its type."""
 
 RATED_HEAD_DIM = 128
-PER_PAIR = {"forward": 0.2, "backward": 0.1}
+PER_PAIR = {"forward": 0.23, "backward": 0.15}
 """Share of the time at the rated head dim that a pair of query and key costs whatever its head dim (the exponential).
 
-An H200 attains 0.83 (forward) and 0.90 (backward) of its rate at 128 with heads of 64: docs/records/h200.json.
+An H200 attains 0.83 (forward) and 0.87 (backward) of its rate at 128 with heads of 64: docs/records/h200.json.
 """
 
 

@@ -72,12 +72,12 @@ class Kernel:
         rows, cols, d = *_sides(stack), q.d
         result = self._result(q)
         flipped = stack.shape == "flipped"
-        with room.holding(OPERANDS, (rows + 2 * cols) * d * q.itemsize if flipped else 0):
-            with room.holding(OPERANDS, self._raised(q) * (rows + 2 * cols) * d):
-                out, lse = room.take(PARTS, rows * d * result), room.take(PARTS, rows * self._lse(q))
-                room.briefly(WORKSPACE, self._workspace(stack, q))
-            if flipped:
-                room.briefly(PARTS, out.size + lse.size)
+        operands = (q.itemsize if flipped else 0) + self._raised(q)
+        with room.holding(OPERANDS, operands * (rows + 2 * cols) * d):
+            out, lse = room.take(PARTS, rows * d * result), room.take(PARTS, rows * self._lse(q))
+            room.briefly(WORKSPACE, self._workspace(stack, q))
+        if flipped:
+            room.briefly(PARTS, out.size + lse.size)
         return Part(stack.queries, out, lse)
 
     def _attend_backward(self, room: Room, stack: Stack, q: Like) -> tuple[Part, Part, Part]:
