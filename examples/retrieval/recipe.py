@@ -1,4 +1,4 @@
-"""A key in a text of 2,048 bytes, found over two ranks by dense and by dilated attention, and not by a window of 256.
+"""A key in a text of 2,048 bytes, found over two ranks by dense attention and not by a window of 256; dilated, to see.
 
 python examples/retrieval/recipe.py                                # README.md says how long it takes
 python examples/retrieval/recipe.py --share 0.01 --trials 1        # a hundredth of the steps, to see what it does
@@ -14,26 +14,56 @@ import json
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from longring.bench.records import commit
 
 HERE = Path(__file__).parent
-CONTEXT, WINDOW = 2048, 256
-SHORT = (  # (context, sequences of a step, steps): the ranks hold sequences of their own
-    (128, 32, 1500),
-    (256, 16, 1000),
-    (512, 16, 600),
-)
-LONG = (  # (digits of a key, sequences of a step, steps): the ranks are a ring, and share every sequence
-    (18, 4, 400),
-    (5, 8, 300),
-)
+CONTEXT, WINDOW, DIGITS = 2048, 256, 5
+
+
+class Stage(NamedTuple):
+    """One `longring train`. Below CONTEXT the ranks hold sequences of their own; there they share every one."""
+
+    context: int
+    batch: int  # sequences of a step, over all ranks
+    steps: int
+    digits: int = DIGITS
+    more: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.context}" if self.digits == DIGITS else f"{self.context}-of-{self.digits}"
+
+
+def dilated(first: int, second: int) -> tuple[str, ...]:
+    return ("--dilated", f"{first}:1,{second}:2")
+
+
+LAST = ("--learning-rate", "0.001", "--final-rate", "0.02")
+NARROW = ("--window", str(WINDOW))
+SHORT = (Stage(128, 32, 1500, digits=18), Stage(128, 32, 400), Stage(256, 16, 400))
 KINDS = {
-    "dense": (),
-    "dilated": ("--dilated", f"{WINDOW}:1,{CONTEXT // 2}:2,{CONTEXT}:4"),
-    "window": ("--window", str(WINDOW)),
+    "dense": (Stage(512, 16, 500), Stage(CONTEXT, 4, 2000, more=LAST)),
+    "dilated": (
+        Stage(256, 16, 2000, more=dilated(64, 256)),
+        Stage(512, 16, 1000, more=dilated(64, 512)),
+        Stage(CONTEXT, 4, 1300, more=(*dilated(WINDOW, CONTEXT), *LAST)),
+    ),
+    "window": (  # most keys of long texts are out of its reach, and teach it nothing but to guess: small steps
+        Stage(512, 16, 500, more=NARROW),
+        Stage(CONTEXT, 4, 200, more=(*NARROW, "--learning-rate", "0.0002")),
+    ),
 }
-DEPTHS = [i / 8 for i in range(9)]
+NAMES = {
+    "dense": "dense",
+    "dilated": f"dilated, {dilated(WINDOW, CONTEXT)[1]}",
+    "window": f"window of {WINDOW}",
+}
+REACH = 2 * (WINDOW - 1)  # of two layers with the window, one behind the other
+DEPTHS = (*(i / 16 for i in range(13)), 0.8, 0.85, 0.9, 0.925, 0.95, 0.975, 1)
 
 
 def longring(*words: object) -> dict[str, Any]:
@@ -46,67 +76,50 @@ def longring(*words: object) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def trained(out: Path, *words: object) -> dict[str, Any]:
-    """What the stage did, all of it: one that was stopped goes on, and one that is done takes no time."""
-    longring("train", "--config", HERE / "recipe.toml", "--out", out, *words)
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+def trained(stages: tuple[Stage, ...], of: str, start: Path | None, asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """What each stage did, all of it: one that was stopped goes on, and one that is done takes no time."""
+    found, folder = [], start
+    for stage in stages:
+        words = ("--context", stage.context, "--digits", stage.digits, "--batch", stage.batch, "--ranks", asked.ranks)
+        if stage.context < CONTEXT:
+            words += ("--micro-batch", stage.batch // asked.ranks, "--context-ranks", 1)
+        else:
+            words += ("--micro-batch", stage.batch)
+        steps = max(2, int(asked.share * stage.steps))
+        words += ("--steps", steps, "--warmup", min(30, steps // 10), *stage.more)
+        words += () if folder is None else ("--weights", folder)
+        folder = asked.out / f"{of}-{stage.name}"
+        begun, at_once = time.monotonic(), not folder.exists()
+        longring("train", "--config", HERE / "recipe.toml", "--out", folder, *words)
+        clock = time.monotonic() - begun if at_once else None  # of a stage that went on, part is not known
+        found.append(what_it_did(folder) | {"clock_seconds": clock})
+    return found
+
+
+def what_it_did(folder: Path) -> dict[str, Any]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = [line for line in lines if "step" in line]
     seconds, losses = sum(line["seconds"] for line in steps), [line["loss"] for line in steps]
     last = sum(losses[-20:]) / len(losses[-20:])
     print(f"  {len(steps):,} steps: loss {losses[0]:.3f} to {last:.3f} in {seconds:.0f} s", flush=True)
-    return {"stage": out.name, "steps": len(steps), "seconds": seconds, "first_loss": losses[0], "last_loss": last}
+    return {"stage": folder.name, "steps": len(steps), "seconds": seconds, "first_loss": losses[0], "last_loss": last}
 
 
-def learn_in_short_texts(out: Path, ranks: int, share: float) -> tuple[Path, list[dict[str, Any]]]:
-    """The folder whose weights know the task, and what each stage did."""
-    folder, stages = None, []
-    for context, batch, steps in SHORT:
-        words = ("--context", context, "--batch", batch, "--micro-batch", batch // ranks, "--context-ranks", 1)
-        words += ("--ranks", ranks, *lasting(share * steps), *from_weights_of(folder))
-        folder = out / f"short-{context}"
-        stages.append(trained(folder, *words))
-    return folder, stages
-
-
-def go_on_in_long_texts(kind: str, out: Path, folder: Path, ranks: int, share: float) -> list[dict[str, Any]]:
-    """The last of the folders is out / kind-5."""
-    stages = []
-    for digits, batch, steps in LONG:
-        words = ("--context", CONTEXT, "--batch", batch, "--micro-batch", batch, "--digits", digits, *KINDS[kind])
-        words += ("--ranks", ranks, *lasting(share * steps), *from_weights_of(folder))
-        folder = out / f"{kind}-{digits}"
-        stages.append(trained(folder, *words))
-    return stages
-
-
-def lasting(steps: float) -> tuple[object, ...]:
-    return ("--steps", max(2, int(steps)), "--warmup", min(30, int(steps) // 10))
-
-
-def from_weights_of(folder: Path | None) -> tuple[object, ...]:
-    return () if folder is None else ("--weights", folder)
-
-
-def judged(kind: str, out: Path, ranks: int, trials: int) -> dict[str, Any]:
+def judged(kind: str, asked: argparse.Namespace) -> dict[str, Any]:
     depths = ",".join(f"{depth:g}" for depth in DEPTHS)
     told = longring(
-        *("eval", out / f"{kind}-{LONG[-1][0]}", "--passkey", "--depths", depths, "--trials", trials, "--ranks", ranks),
-        *("--device", "cpu", "--out", out / f"{kind}.json"),
+        *("eval", asked.out / f"{kind}-{CONTEXT}", "--passkey", "--depths", depths, "--trials", asked.trials),
+        *("--ranks", asked.ranks, "--device", "cpu", "--out", asked.out / f"{kind}.json"),
     )
     shares = [f"{depth['share']:.0%}" for depth in told["depths"]]
     print(f"  found, from the beginning to the end: {' '.join(shares)}", flush=True)
     return told
 
 
-def beyond(told: dict[str, Any], tokens: int) -> float:
-    """The share that is found of keys further back than that."""
-    far = [depth for depth in told["depths"] if depth["tokens_back"] > tokens]
-    return sum(depth["found"] for depth in far) / sum(depth["trials"] for depth in far)
-
-
-def seconds_of(kind: str, stages: list[dict[str, Any]]) -> float:
-    """From nothing to the model that was judged, the stages that all have in common included."""
-    return sum(stage["seconds"] for stage in stages if stage["stage"].partition("-")[0] in ("short", kind))
+def share(told: dict[str, Any], nearest: int, furthest: int = CONTEXT) -> float:
+    """What was found of the keys that stand so many tokens back."""
+    those = [depth for depth in told["depths"] if nearest <= depth["tokens_back"] <= furthest]
+    return sum(depth["found"] for depth in those) / sum(depth["trials"] for depth in those)
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -117,15 +130,15 @@ def draw(results: dict[str, Any], path: Path) -> None:
     looks = {"dense": ("#4477aa", "o"), "dilated": ("#228833", "s"), "window": ("#cc3311", "^")}
     for kind, told in results.items():
         back = [depth["tokens_back"] for depth in told["depths"]]
-        share = [100 * depth["share"] for depth in told["depths"]]
+        found = [100 * depth["share"] for depth in told["depths"]]
         error = [100 * depth["error"] for depth in told["depths"]]
-        name = {"dense": "dense", "dilated": f"dilated, {KINDS['dilated'][1]}", "window": f"window of {WINDOW}"}[kind]
         color, marker = looks[kind]
-        axes.errorbar(back, share, error, color=color, marker=marker, capsize=3, linewidth=1.8, label=name)
-    axes.axvline(WINDOW, color="#666666", linestyle="--", linewidth=1)
-    axes.annotate(f"{WINDOW} tokens", (WINDOW, 50), rotation=90, ha="right", va="center", color="#444444")
+        axes.errorbar(back, found, error, color=color, marker=marker, capsize=3, linewidth=1.8, label=NAMES[kind])
+    for tokens, name in ((WINDOW, "the window"), (REACH, "two layers of it")):
+        axes.axvline(tokens, color="#666666", linestyle="--", linewidth=1)
+        axes.annotate(name, (tokens, 50), rotation=90, ha="right", va="center", color="#444444")
     axes.set(xlabel="how many tokens back the key stands", ylabel="keys found, %", ylim=(-4, 104))
-    axes.set_title(f"Held-out keys of 5 digits in texts of {CONTEXT:,} bytes, by two ring ranks")
+    axes.set_title(f"Held-out keys of {DIGITS} digits in texts of {CONTEXT:,} bytes, by two ring ranks")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, loc="center right")
     figure.savefig(path, dpi=120)
@@ -135,24 +148,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/retrieval"), help="where runs go")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--trials", type=int, default=25, help="keys at each depth")
+    parser.add_argument("--trials", type=int, default=40, help="keys at each depth")
     parser.add_argument("--share", type=float, default=1.0, help="of the steps of every stage, to try it out")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--record", type=Path, help="where the record goes: retrieval.json in --out, unless said")
     parser.add_argument("--picture", type=Path, help="and the picture: retrieval.png")
     asked = parser.parse_args()
 
-    short, stages = learn_in_short_texts(asked.out, asked.ranks, asked.share)
+    stages = {"short": trained(SHORT, "short", None, asked)}
+    results = {}
     for kind in asked.kinds:
-        stages += go_on_in_long_texts(kind, asked.out, short, asked.ranks, asked.share)
-    results = {kind: judged(kind, asked.out, asked.ranks, asked.trials) for kind in asked.kinds}
-    seconds = {kind: seconds_of(kind, stages) for kind in asked.kinds}
+        stages[kind] = trained(KINDS[kind], kind, asked.out / f"short-{SHORT[-1].name}", asked)
+        results[kind] = judged(kind, asked)
+    # from nothing to the model that was judged
+    seconds = {kind: sum(stage["seconds"] for stage in stages["short"] + stages[kind]) for kind in asked.kinds}
 
     print(f"\nof keys that no stage has seen, by {asked.ranks} ranks:")
     for kind, told in results.items():
-        far = f"{beyond(told, WINDOW):7.1%} of those more than {WINDOW} tokens back"
-        print(f"  {kind:8} found {beyond(told, 0):7.1%}, {far}; trained for {seconds[kind] / 60:.1f} minutes")
-    record = {"training_seconds": seconds, "stages": stages, "results": results}
+        near = f"{share(told, 0, WINDOW):6.1%} of those up to {WINDOW} tokens back"
+        far = f"{share(told, WINDOW + 1):6.1%} of those further, {share(told, REACH + 2):6.1%} beyond {REACH}"
+        print(f"  {kind:8} found {near}, {far}; trained for {seconds[kind] / 60:.1f} minutes")
+    record = {"commit": commit(), "training_seconds": seconds, "stages": stages, "results": results}
     path, picture = asked.record or asked.out / "retrieval.json", asked.picture or asked.out / "retrieval.png"
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     draw(results, picture)

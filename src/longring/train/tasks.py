@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
 
+from ..errors import ArgumentError
 from . import batches
 from .batches import Sequence_
 from .config import Config
@@ -41,7 +42,11 @@ def task_of(config: Config) -> Task:
 
 
 def corpus_of(config: Config) -> Corpus:
-    return open_corpus(None if config.data is None else Path(config.data), kind=config.kind, case=config.case)
+    """Without the run's own folder, which would be other data with every step."""
+    data, out = None if config.data is None else Path(config.data), Path(config.out)
+    if data is not None and data.is_dir() and out.resolve() == data.resolve():
+        raise ArgumentError(f"--out {out} is the folder of the data, and what a run writes is none; take another")
+    return open_corpus(data, kind=config.kind, case=config.case, without=out)
 
 
 def _language(config: Config) -> Task:
