@@ -10,13 +10,13 @@ process the resident memory (its own, without pages of mapped files), the open h
 /proc once a second.
 
 Memory: a line is fitted to the resident memory of each rank in each of its lives, all of one slope, each with a height
-of its own; what came before a life's first step, and the first fifth and minute of the rest, is left out. The standard
-error takes each life of a rank for one observation, since what is read every second is not independent. Handles and
-threads: the least number in the last quarter of a life beside that in the first quarter. Exit code 1 if these grew, if
-a process or a file was left behind, or if a step is missing; and, where the soak took ten minutes or more, if memory
-grew by more than a hundredth an hour, two standard errors taken off. Documents end in the same places of every
-sequence: where they end in ever new ones, plans are kept until caches are full, in a few thousand steps and some 20
-MiB. Linux only.
+of its own; what came before a life's first step, and the first fifth and 200 seconds of the rest, is left out. The
+standard error takes each life of a rank for one observation, since what is read every second is not independent.
+Handles and threads: the least number in the last quarter of a life beside that in the first quarter. Exit code 1 if
+these grew, if a process or a file was left behind, or if a step is missing; and, where the soak took ten minutes or
+more, if memory grew by more than a hundredth an hour, two standard errors taken off. Documents end in the same places
+of every sequence: where they end in ever new ones, plans are kept until caches are full, in a few thousand steps and
+some 20 MiB. Linux only.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ MODEL = ("--context", "1024", "--dim", "64", "--layers", "2", "--heads", "2", "-
 LENGTH = ("--steps", "1000000", "--save-every", "20", "--keep", "3")
 RANKS = (1, 2, 2, 3)  # to draw from
 FILES, DOCUMENT = 100, 512  # of data, and tokens of each
-LIVES = (180.0, 420.0)  # seconds between restarts
-WARM_UP = 60.0  # seconds of a life in which memory is not judged: it rises over the first thousand steps or so
+LIVES = (420.0, 600.0)  # seconds between restarts
+WARM_UP = 200.0  # seconds of a life in which memory is not judged: it rises by some MiB in its first 1,500 steps
 STALLS = (2.0, 8.0)  # seconds between stalls
 LONGEST_STALL = 2.0
+POOLED = 2  # threads that may be started late, when two messages are under way at once for the first time
 GONE_WITHIN = 15.0  # seconds in which what was started ends by itself
 MIB = 1 << 20
 EXIT_CODES = {"one rank killed": 1, "all ranks killed": 1, "everything killed": -9, "asked to stop": 0}
@@ -342,8 +343,8 @@ def left_folders(temporary: Path) -> list[str]:
 def failures(told: dict[str, Any], lives: list[Life], grown: Slope | None, rss: float, minutes: float) -> list[str]:
     """What would be a bug, in words."""
     found = []
-    for name in ("steps missing", "handles grown by", "threads grown by"):
-        if told[name] > 0:
+    for name, allowed in (("steps missing", 0), ("handles grown by", 0), ("threads grown by", POOLED)):
+        if told[name] > allowed:
             found.append(f"{name}: {told[name]}")
     for name in ("processes left behind", "files left behind"):
         if told[name]:

@@ -19,10 +19,10 @@ _spec.loader.exec_module(soak)
 
 
 def life(height: float, mib_per_hour: float, *, warm_up: float = 0.0, begins: float = 0.0):
-    """A sample a second for 100 seconds; the first 20 are of a process that loads."""
+    """A sample every four seconds for 400 seconds; the first 20 samples are of a process that loads."""
     return [
-        soak.Sample(begins + t, int((height + mib_per_hour * t / 3600 - warm_up * (t < 20)) * soak.MIB), 10, 3)
-        for t in range(100)
+        soak.Sample(begins + t, int((height + mib_per_hour * t / 3600 - warm_up * (t < 80)) * soak.MIB), 10, 3)
+        for t in range(0, 400, 4)
     ]
 
 
