@@ -136,6 +136,18 @@ def test_a_seed_draws_the_same_on_any_number_of_ranks():
             assert torch.equal(tokens, want)
 
 
+@pytest.mark.parametrize("words", [{"seed": (7, 8)}, {"temperature": (1.0, 1.1)}, {"new_tokens": (4, 5)}])
+def test_ranks_that_ask_for_different_things_are_told(words):
+    """Also where ranks are threads, which are handed nothing before somebody sends a message."""
+    ((name, values),) = words.items()
+
+    def program(group):
+        return generated(group, "dense", **{"temperature": 1.0, "seed": 7, "new_tokens": 4, name: values[group.rank]})
+
+    with pytest.raises(lr.LongringError, match=f"disagree.*{name}"):
+        run_ranks(2, program)
+
+
 def test_drawing_among_one_is_greedy():
     model, want = made("dense"), in_one_process("dense")[:, :20]
     for words in ({"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-9}):

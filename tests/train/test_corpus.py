@@ -79,6 +79,17 @@ def test_what_is_left_out_is_counted(tmp_path):
     assert corpus.describe().endswith(said)
 
 
+def test_runs_are_no_data(tmp_path):
+    """Neither the one that is about to begin there, nor those that were; the same files elsewhere are."""
+    for name in ("a.txt", "out/new/kept.txt", "runs/old/config.json", "runs/old/metrics.jsonl", "runs/old/lock"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "runs" / "config.json").write_text("{}")
+    corpus = open_corpus(tmp_path, without=tmp_path / "runs" / ".." / "out" / "new")
+    assert [text.decode() for text in texts(corpus)] == ["a.txt", "{}"]
+    assert corpus.describe().endswith("; left out: 2 folders of a run")
+
+
 def test_a_link_may_be_named(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "a.txt").write_text("a")

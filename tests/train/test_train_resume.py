@@ -7,7 +7,8 @@ import json
 import pytest
 from training_curves import SMALL, launched, losses, refusals, settings, write_corpus
 
-from longring import RankFailed, launch
+from longring import ArgumentError, RankFailed, launch
+from longring.train.tasks import corpus_of
 
 pytestmark = pytest.mark.processes
 
@@ -68,6 +69,28 @@ def test_a_finished_run_has_nothing_to_do_until_there_are_more_steps(corpus, tmp
     (more,) = launched([settings(1, tmp_path, steps=5, **words)])
     assert (more.steps, more.resumed_from) == (5, 3)
     assert len(losses(tmp_path)) == 5
+
+
+def test_a_run_inside_its_data_goes_on(tmp_path):
+    """What it writes there is none of it."""
+    data = write_corpus(tmp_path / "project")
+    out = data / "out" / "train"
+    config = settings(2, out, data=str(data), steps=6)
+    launched([config], stop_in_step=3)
+    (report,) = launched([config])
+    assert (report.resumed_from, report.steps) == (3, 6)
+    with pytest.raises(ArgumentError, match="is the folder of the data"):
+        corpus_of(settings(1, data, data=str(data), steps=6))
+
+
+def test_where_no_checkpoint_is_whole_it_says_that_it_begins_anew(corpus, tmp_path):
+    config = settings(1, tmp_path, data=corpus, steps=3)
+    launched([config])
+    for path in tmp_path.glob("step-*/*.distcp"):
+        path.write_bytes(path.read_bytes()[:-1])
+    (report,) = launched([config])
+    assert report.resumed_from is None
+    assert any("no whole checkpoint is left" in note and "begins anew" in note for note in report.notes)
 
 
 def test_another_run_is_not_gone_on_with(corpus, tmp_path):

@@ -11,6 +11,7 @@ import typer
 from ..errors import ArgumentError
 from ..plan.quantities import spoken_count
 from . import joining, options, screen
+from .options import counted, named
 
 if TYPE_CHECKING:
     from ..train.evaluation.by_depth import ByDepth
@@ -22,16 +23,6 @@ OF_TEXT = ("case", "split", "sequences", "window")
 OF_KEYS = ("depths", "trials", "digits", "batch")
 
 
-def _count(name: str, help_: str, default: str, least: int = 1) -> Any:
-    return typer.Option(
-        name, parser=options.a_count(name, least=least), metavar="COUNT", help=help_, show_default=default
-    )
-
-
-def _name(name: str, help_: str, default: str, metavar: str = "NAME") -> Any:
-    return typer.Option(name, metavar=metavar, help=help_, show_default=default)
-
-
 def evaluate(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT", help="A run's folder, as longring train --out names it.")
@@ -39,35 +30,35 @@ def evaluate(
     passkey: Annotated[bool, typer.Option("--passkey", help="Find keys planted in long texts instead.")] = False,
     data: Annotated[
         str | None,
-        _name("--data", "What is predicted; with --passkey, the text around keys.", "the run's; words", "PATH"),
+        named("--data", "What is predicted; with --passkey, the text around keys.", "the run's; words", "PATH"),
     ] = None,
-    kind: Annotated[str | None, _name("--kind", "What --data is, where its name does not tell.", "auto")] = None,
-    case: Annotated[str | None, _name("--case", "Letters of FASTA: kept, or upper.", "the run's")] = None,
-    split: Annotated[str | None, _name("--split", "Documents: held-out, or train.", "held-out")] = None,
+    kind: Annotated[str | None, named("--kind", "What --data is, where its name does not tell.", "auto")] = None,
+    case: Annotated[str | None, named("--case", "Letters of FASTA: kept, or upper.", "the run's")] = None,
+    split: Annotated[str | None, named("--split", "Documents: held-out, or train.", "held-out")] = None,
     context: Annotated[
-        int | None, _count("--context", "Tokens of a sequence, or of a text with a key.", "the run's", least=2)
+        int | None, counted("--context", "Tokens of a sequence, or of a text with a key.", "the run's", least=2)
     ] = None,
-    sequences: Annotated[int | None, _count("--sequences", "How many of them.", "16, or all")] = None,
+    sequences: Annotated[int | None, counted("--sequences", "How many of them.", "16, or all")] = None,
     window: Annotated[
-        int | None, _count("--window", "Compare with a context cut to so many tokens.", "not compared", least=2)
+        int | None, counted("--window", "Compare with a context cut to so many tokens.", "not compared", least=2)
     ] = None,
     depths: Annotated[
         str | None,
-        _name("--depths", "Where keys are planted: 0 to 1, the end.", "0,0.25,0.5,0.75,1", "NUMBER,..."),
+        named("--depths", "Where keys are planted: 0 to 1, the end.", "0,0.25,0.5,0.75,1", "NUMBER,..."),
     ] = None,
-    trials: Annotated[int | None, _count("--trials", "Keys at each depth.", "20")] = None,
-    digits: Annotated[int | None, _count("--digits", "Of a key.", "5")] = None,
-    batch: Annotated[int | None, _count("--batch", "Texts with keys that are read at a time.", "8")] = None,
-    seed: Annotated[int, _count("--seed", "Of the order of documents, and of keys.", "0", least=0)] = 0,
+    trials: Annotated[int | None, counted("--trials", "Keys at each depth.", "20")] = None,
+    digits: Annotated[int | None, counted("--digits", "Of a key.", "5")] = None,
+    batch: Annotated[int | None, counted("--batch", "Texts with keys that are read at a time.", "8")] = None,
+    seed: Annotated[int, counted("--seed", "Of the order of documents, and of keys.", "0", least=0)] = 0,
     ranks: Annotated[
-        int | None, _count("--ranks", "Processes to start here.", "a GPU each, or a core each, up to 4")
+        int | None, counted("--ranks", "Processes to start here.", "a GPU each, or a core each, up to 4")
     ] = None,
     context_ranks: Annotated[
-        int | None, _count("--context-ranks", "Ranks that share a sequence; the rest hold others.", "all")
+        int | None, counted("--context-ranks", "Ranks that share a sequence; the rest hold others.", "all")
     ] = None,
-    layout: Annotated[str, _name("--layout", "How tokens are dealt to ranks.", "auto: by the pattern")] = "auto",
-    schedule: Annotated[str, _name("--schedule", "In what order ranks meet.", "auto: by the cost")] = "auto",
-    device: Annotated[str, _name("--device", "cpu, cuda, or auto: GPUs where there are.", "auto")] = "auto",
+    layout: Annotated[str, named("--layout", "How tokens are dealt to ranks.", "auto: by the pattern")] = "auto",
+    schedule: Annotated[str, named("--schedule", "In what order ranks meet.", "auto: by the cost")] = "auto",
+    device: Annotated[str, named("--device", "cpu, cuda, or auto: GPUs where there are.", "auto")] = "auto",
     timeout: Annotated[
         float, typer.Option("--timeout", metavar="NUMBER", help="Seconds after which a silent rank is lost.")
     ] = 600.0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -46,6 +46,19 @@ def a_size(name: str) -> Callable[[str], int]:
             raise _Refused(f"{name} must be a size like 40GiB, 512MiB or 0, got {text!r}") from None
 
     return read
+
+
+def counted(name: str, help_: str, default: str, least: int = 1) -> Any:
+    """An option that is a count, whose default is said in words."""
+    return typer.Option(name, parser=a_count(name, least=least), metavar="COUNT", help=help_, show_default=default)
+
+
+def named(name: str, help_: str, default: str, metavar: str = "NAME") -> Any:
+    return typer.Option(name, metavar=metavar, help=help_, show_default=default)
+
+
+def numbered(name: str, help_: str, default: str) -> Any:
+    return typer.Option(name, metavar="NUMBER", help=help_, show_default=default)
 
 
 Tokens = Annotated[

@@ -10,6 +10,7 @@ import typer
 
 from ..plan.quantities import spoken_bytes, spoken_count, spoken_seconds
 from . import joining, options, screen
+from .options import counted, named, numbered
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,87 +27,74 @@ ROUGH = (
 PLANNED = "nothing: no rank was started; bytes and times are predicted"
 
 
-def _count(name: str, help_: str, default: str, least: int = 1) -> Any:
-    return typer.Option(
-        name, parser=options.a_count(name, least=least), metavar="COUNT", help=help_, show_default=default
-    )
-
-
-def _name(name: str, help_: str, default: str, metavar: str = "NAME") -> Any:
-    return typer.Option(name, metavar=metavar, help=help_, show_default=default)
-
-
-def _number(name: str, help_: str, default: str) -> Any:
-    return typer.Option(name, metavar="NUMBER", help=help_, show_default=default)
-
-
 def train(
     data: Annotated[
         str | None,
-        _name("--data", "File or folder: text, code, FASTA, tokens.", "Python's standard library", "PATH"),
+        named("--data", "File or folder: text, code, FASTA, tokens.", "Python's standard library", "PATH"),
     ] = None,
-    kind: Annotated[str | None, _name("--kind", "What --data is, where its name does not tell.", "auto")] = None,
-    case: Annotated[str | None, _name("--case", "Letters of FASTA: kept, or upper.", "kept")] = None,
+    kind: Annotated[str | None, named("--kind", "What --data is, where its name does not tell.", "auto")] = None,
+    case: Annotated[str | None, named("--case", "Letters of FASTA: kept, or upper.", "kept")] = None,
     task: Annotated[
-        str | None, _name("--task", "language: the next token; passkey: find a planted key.", "language")
+        str | None, named("--task", "language: the next token; passkey: find a planted key.", "language")
     ] = None,
-    digits: Annotated[int | None, _count("--digits", "Of a key, in the task passkey.", "5")] = None,
+    digits: Annotated[int | None, counted("--digits", "Of a key, in the task passkey.", "5")] = None,
     out: Annotated[
-        str | None, _name("--out", "The run's folder; what is there goes on.", "out/train", "FOLDER")
+        str | None, named("--out", "The run's folder; what is there goes on.", "out/train", "FOLDER")
     ] = None,
     weights: Annotated[
-        str | None, _name("--weights", "Another run's folder, to begin with its weights.", "fresh ones", "FOLDER")
+        str | None, named("--weights", "Another run's folder, to begin with its weights.", "fresh ones", "FOLDER")
     ] = None,
     config: Annotated[
         Path | None,
         typer.Option("--config", metavar="FILE", help="TOML with any of these options.", show_default="none"),
     ] = None,
     context: Annotated[
-        int | None, _count("--context", "Tokens of a sequence: 4096, 64K, 1M.", "4Ki; on GPUs 64Ki", least=2)
+        int | None, counted("--context", "Tokens of a sequence: 4096, 64K, 1M.", "4Ki; on GPUs 64Ki", least=2)
     ] = None,
     ranks: Annotated[
-        int | None, _count("--ranks", "Processes to start here.", "a GPU each, or a core each, up to 4")
+        int | None, counted("--ranks", "Processes to start here.", "a GPU each, or a core each, up to 4")
     ] = None,
     context_ranks: Annotated[
-        int | None, _count("--context-ranks", "Ranks that share a sequence; the rest hold others.", "all")
+        int | None, counted("--context-ranks", "Ranks that share a sequence; the rest hold others.", "all")
     ] = None,
     node_ranks: Annotated[
-        int | None, _count("--node-ranks", "Ranks of a context on one node, for hybrid and double_ring.", "as started")
+        int | None, counted("--node-ranks", "Ranks of a context on one node, for hybrid and double_ring.", "as started")
     ] = None,
-    model: Annotated[str | None, _name("--model", "decoder or longnet.", "decoder")] = None,
-    dim: Annotated[int | None, _count("--dim", "Width of the model.", "128; on GPUs 512")] = None,
-    layers: Annotated[int | None, _count("--layers", "Layers.", "4; on GPUs 8")] = None,
-    heads: Annotated[int | None, _count("--heads", "Query heads.", "4; on GPUs 8")] = None,
-    kv_heads: Annotated[int | None, _count("--kv-heads", "Key and value heads.", "as many as heads")] = None,
-    feedforward: Annotated[int | None, _count("--feedforward", "Width inside a layer.", "of the model")] = None,
-    window: Annotated[int | None, _count("--window", "How far a token sees, itself included.", "all")] = None,
+    model: Annotated[str | None, named("--model", "decoder or longnet.", "decoder")] = None,
+    dim: Annotated[int | None, counted("--dim", "Width of the model.", "128; on GPUs 512")] = None,
+    layers: Annotated[int | None, counted("--layers", "Layers.", "4; on GPUs 8")] = None,
+    heads: Annotated[int | None, counted("--heads", "Query heads.", "4; on GPUs 8")] = None,
+    kv_heads: Annotated[int | None, counted("--kv-heads", "Key and value heads.", "as many as heads")] = None,
+    feedforward: Annotated[int | None, counted("--feedforward", "Width inside a layer.", "of the model")] = None,
+    window: Annotated[int | None, counted("--window", "How far a token sees, itself included.", "all")] = None,
     dilated: Annotated[
         str | None,
-        _name("--dilated", "LongNet's segments and rates, as 2048:1,8192:4.", "longnet: by context", "LENGTH:RATE,..."),
+        named("--dilated", "LongNet's segments and rates, as 2048:1,8192:4.", "longnet: by context", "LENGTH:RATE,..."),
     ] = None,
     rotary_base: Annotated[
-        float | None, _number("--rotary-base", "Of the decoder's positions; longer contexts take larger ones.", "10000")
+        float | None,
+        numbered("--rotary-base", "Of the decoder's positions; longer contexts take larger ones.", "10000"),
     ] = None,
-    layout: Annotated[str | None, _name("--layout", "How tokens are dealt to ranks.", "auto: by the pattern")] = None,
-    schedule: Annotated[str | None, _name("--schedule", "In what order ranks meet.", "auto: by the cost")] = None,
-    kernel: Annotated[str | None, _name("--kernel", "What computes a tile.", "auto: the fastest")] = None,
+    layout: Annotated[str | None, named("--layout", "How tokens are dealt to ranks.", "auto: by the pattern")] = None,
+    schedule: Annotated[str | None, named("--schedule", "In what order ranks meet.", "auto: by the cost")] = None,
+    kernel: Annotated[str | None, named("--kernel", "What computes a tile.", "auto: the fastest")] = None,
     dtype: Annotated[
-        str | None, _name("--dtype", "fp32, bf16 (by autocast; weights stay fp32) or fp64.", "fp32; on GPUs bf16")
+        str | None, named("--dtype", "fp32, bf16 (by autocast; weights stay fp32) or fp64.", "fp32; on GPUs bf16")
     ] = None,
-    device: Annotated[str | None, _name("--device", "cpu, cuda, or auto: GPUs where there are.", "auto")] = None,
-    steps: Annotated[int | None, _count("--steps", "Steps of the whole run.", "100")] = None,
-    batch: Annotated[int | None, _count("--batch", "Sequences of a step, over all ranks.", "one a ring")] = None,
+    device: Annotated[str | None, named("--device", "cpu, cuda, or auto: GPUs where there are.", "auto")] = None,
+    steps: Annotated[int | None, counted("--steps", "Steps of the whole run.", "100")] = None,
+    batch: Annotated[int | None, counted("--batch", "Sequences of a step, over all ranks.", "one a ring")] = None,
     micro_batch: Annotated[
-        int | None, _count("--micro-batch", "Sequences of a ring at a time; their gradients add up.", "1")
+        int | None, counted("--micro-batch", "Sequences of a ring at a time; their gradients add up.", "1")
     ] = None,
-    learning_rate: Annotated[float | None, _number("--learning-rate", "Of AdamW, at its highest.", "0.001")] = None,
+    learning_rate: Annotated[float | None, numbered("--learning-rate", "Of AdamW, at its highest.", "0.001")] = None,
     warmup: Annotated[
-        int | None, _count("--warmup", "Steps in which it rises; then it falls as a cosine.", "a tenth", least=0)
+        int | None, counted("--warmup", "Steps in which it rises; then it falls as a cosine.", "a tenth", least=0)
     ] = None,
-    final_rate: Annotated[float | None, _number("--final-rate", "What is left of it at the end.", "0.1")] = None,
-    weight_decay: Annotated[float | None, _number("--weight-decay", "Of all matrices.", "0.1")] = None,
-    clip: Annotated[float | None, _number("--clip", "Norm that gradients are cut down to; 0: never.", "1")] = None,
-    seed: Annotated[int | None, _count("--seed", "Of weights and of the order of the data.", "0", least=0)] = None,
+    final_rate: Annotated[float | None, numbered("--final-rate", "What is left of it at the end.", "0.1")] = None,
+    weight_decay: Annotated[float | None, numbered("--weight-decay", "Of all matrices.", "0.1")] = None,
+    clip: Annotated[float | None, numbered("--clip", "Norm that gradients are cut down to; 0: never.", "1")] = None,
+    seed: Annotated[int | None, counted("--seed", "Of weights and of the order of the data.", "0", least=0)] = None,
     fsdp: Annotated[
         bool | None, typer.Option("--fsdp/--no-fsdp", help="Deal parameters over all ranks.", show_default="no")
     ] = None,
@@ -118,9 +106,9 @@ def train(
             show_default="no",
         ),
     ] = None,
-    save_every: Annotated[int | None, _count("--save-every", "Steps between checkpoints.", "50")] = None,
-    keep: Annotated[int | None, _count("--keep", "Checkpoints that stay.", "3")] = None,
-    timeout: Annotated[float | None, _number("--timeout", "Seconds after which a silent rank is lost.", "600")] = None,
+    save_every: Annotated[int | None, counted("--save-every", "Steps between checkpoints.", "50")] = None,
+    keep: Annotated[int | None, counted("--keep", "Checkpoints that stay.", "3")] = None,
+    timeout: Annotated[float | None, numbered("--timeout", "Seconds after which a silent rank is lost.", "600")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and start nothing.")] = False,
     as_json: options.AsJson = False,
 ) -> None:

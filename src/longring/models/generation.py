@@ -165,8 +165,13 @@ class _Generation:
             return
         names = ("new_tokens", "temperature", "top_k", "top_p", "seed", "end")
         terms = {"call": call, **{name: getattr(self, name) for name in names}, **more}
-        with self.sharding.transport.converse(terms, timeout=model.timeout):
-            pass
+        transport = self.sharding.transport
+        with transport.converse(terms, timeout=model.timeout) as talk:
+            if transport.size > 1:  # where ranks are threads, terms are compared when a letter is opened
+                rank, device = transport.rank, model.embedding.weight.device
+                mine, its = torch.zeros(1, device=device), torch.zeros(1, device=device)
+                to, fro = (rank + 1) % transport.size, (rank - 1) % transport.size
+                talk.post([(to, mine)], [(fro, its)], what=call).wait()
 
 
 def likely(logits: Tensor, *, top_k: int | None, top_p: float | None) -> Tensor:

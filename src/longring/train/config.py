@@ -33,7 +33,9 @@ TIMES = ("steps", "batch", "micro_batch", "save_every", "keep", "digits")
 COUNTS = dict.fromkeys((*SIZES, *TIMES), 1) | {"context": 2, "seed": 0, "warmup": 0}
 """The least that each whole number may be; all of them may be written as people do: 64K, 1Mi."""
 
-RATES = {"learning_rate": 0.0, "timeout": 0.0, "rotary_base": 0.0}  # must be above
+RATES = {"learning_rate": 0.0, "rotary_base": 0.0}  # must be above
+SHORTEST_WAIT, LONGEST_WAIT = 0.1, 1e7  # seconds: below, ranks cannot even meet; above, a socket cannot be told
+DIGITS = 5
 SHARES = {"weight_decay": 0.0, "clip": 0.0, "final_rate": 0.0}  # must be at least
 CHOICES = {
     "task": TASKS,
@@ -75,7 +77,7 @@ class Config:
     kind: str = "auto"
     case: str = "kept"
     task: str = "language"
-    digits: int = 5
+    digits: int = DIGITS
     out: str = "out/train"
     weights: str | None = None
     context: int | None = None
@@ -116,6 +118,8 @@ class Config:
             _check(field.name, getattr(self, field.name), is_optional=field.default is None)
         if self.window is not None and (self.dilated is not None or self.model == "longnet"):
             raise ArgumentError(f"{spelt('window')} is for dense attention; leave it out, or take --model decoder")
+        if self.task != "passkey" and self.digits != DIGITS:
+            raise ArgumentError(f"{spelt('digits')} is for --task passkey; leave it out")
         if self.rotary_base is not None and self.model == "longnet":
             raise ArgumentError(f"{spelt('rotary_base')} is for --model decoder; leave it out")
         if self.heads and self.kv_heads and self.heads % self.kv_heads:
@@ -257,6 +261,10 @@ def _check(name: str, value: Any, *, is_optional: bool) -> None:
             raise ArgumentError(f"{spelt(name)} must be a whole number of at least {COUNTS[name]}, got {value!r}")
         if name in ("ranks", "layers", "heads", "keep") and value > MANY:
             raise ArgumentError(f"{spelt(name)} must be at most {spoken_count(MANY)}, got {value:,}")
+    elif name == "timeout":
+        if type(value) is not float or not SHORTEST_WAIT <= value <= LONGEST_WAIT:
+            least, most = f"{SHORTEST_WAIT:g}", f"{LONGEST_WAIT:,.0f}"
+            raise ArgumentError(f"{spelt(name)} must be {least} to {most} seconds, got {value!r}")
     elif name in RATES or name in SHARES:
         if type(value) is not float or not 0 <= value < float("inf") or (name in RATES and not value):
             least = "above" if name in RATES else "of at least"

@@ -109,11 +109,15 @@ _LEFT_OUT = {
     "binary": "binary file",
     "other": "file of another kind",
     "document": "empty document",
+    "run": "folder of a run",
 }
 
 
 def _several(count: int, thing: str) -> str:
-    return f"{count:,} {thing}" + ("s" if count != 1 else "")
+    if count == 1:
+        return f"1 {thing}"
+    first, of, rest = thing.partition(" of ")
+    return f"{count:,} {first}s{of}{rest}"
 
 
 def _spoken_kind(source: Source) -> str:
@@ -123,8 +127,10 @@ def _spoken_kind(source: Source) -> str:
 # -------------------------------------------------------------------------------------------------------- opening
 
 
-def open_corpus(path: Path | None, *, kind: str = "auto", case: str = "kept") -> Corpus:
+def open_corpus(path: Path | None, *, kind: str = "auto", case: str = "kept", without: Path | None = None) -> Corpus:
     """The documents of a file or folder, or of this Python's standard library where path is None.
+
+    Folders of runs are left out, and the folder `without` is.
 
     kind:  "text" (bytes; what has a NUL byte near its beginning is left out), "bytes" (of every file, whatever it
            holds), "fasta", "tokens" (.npy, or .bin with a JSON beside it), or "auto": by the names of the files.
@@ -140,7 +146,7 @@ def open_corpus(path: Path | None, *, kind: str = "auto", case: str = "kept") ->
         found, name, kind = _standard_library(), f"Python {sys.version_info[0]}.{sys.version_info[1]} library", "text"
     else:
         path = Path(path)
-        found, name = find_files(path), path.resolve().name or str(path)
+        found, name = find_files(path, without=without), path.resolve().name or str(path)
     is_single = path is not None and path.is_file()
     kind = _settled_kind(found, kind)
     sources, documents = _opened(found, kind, case == "upper", is_single)

@@ -49,10 +49,11 @@ class Found:
 # -------------------------------------------------------------------------------------------------------- finding
 
 
-def find_files(path: Path, wanted: Callable[[str, bool], bool] | None = None) -> Found:
+def find_files(path: Path, wanted: Callable[[str, bool], bool] | None = None, *, without: Path | None = None) -> Found:
     """Every file under a folder, or the one file that `path` is. Nothing is followed out of the folder.
 
-    `wanted(name, is_folder)` says what to look at, by the relative name; what it declines is not counted.
+    `wanted(name, is_folder)` says what to look at, by the relative name; what it declines is not counted. Runs that lie
+    in the folder are left out, and so is `without`, which may be about to become one: what they write is no data.
     """
     try:
         mode = path.stat().st_mode
@@ -64,12 +65,12 @@ def find_files(path: Path, wanted: Callable[[str, bool], bool] | None = None) ->
         raise ArgumentError(f"{path} cannot be read: {error.strerror}") from None
     if not stat.S_ISDIR(mode):
         raise ArgumentError(f"{path} is neither a file nor a folder")
-    return _of_folder(path, wanted or (lambda name, is_folder: True))
+    return _of_folder(path, wanted or (lambda name, is_folder: True), None if without is None else without.resolve())
 
 
-def _of_folder(folder: Path, wanted: Callable[[str, bool], bool]) -> Found:
+def _of_folder(folder: Path, wanted: Callable[[str, bool], bool], without: Path | None) -> Found:
     found, unreadable = Found([]), dict[str, str]()
-    names = sorted(_names(folder, "", wanted, found.left_out, unreadable), key=os.fsencode)
+    names = sorted(_names(folder, "", wanted, without, found.left_out, unreadable), key=os.fsencode)
     for name in names:
         try:
             file = _looked_at(folder / name, name)
@@ -86,7 +87,12 @@ def _of_folder(folder: Path, wanted: Callable[[str, bool], bool]) -> Found:
 
 
 def _names(
-    folder: Path, under: str, wanted: Callable[[str, bool], bool], left_out: Counter[str], unreadable: dict[str, str]
+    folder: Path,
+    under: str,
+    wanted: Callable[[str, bool], bool],
+    without: Path | None,
+    left_out: Counter[str],
+    unreadable: dict[str, str],
 ) -> Iterator[str]:
     """Relative names of regular files. Links stay behind: inside the folder they would repeat what they point to."""
     try:
@@ -103,12 +109,21 @@ def _names(
             left_out["hidden"] += 1
         elif entry.is_symlink():
             left_out["link"] += 1
+        elif is_folder and _is_run(folder / name, without):
+            left_out["run"] += 1
         elif is_folder:
-            yield from _names(folder, f"{name}/", wanted, left_out, unreadable)
+            yield from _names(folder, f"{name}/", wanted, without, left_out, unreadable)
         elif entry.is_file(follow_symlinks=False):
             yield name
         else:
             left_out["special"] += 1  # a pipe or a device, which might be waited for without end
+
+
+def _is_run(folder: Path, without: Path | None) -> bool:
+    """Whether it is the folder that a run is to have, or has: by what the first step leaves there."""
+    if without is not None and folder.resolve() == without:
+        return True
+    return all((folder / name).is_file() for name in ("config.json", "metrics.jsonl", "lock"))
 
 
 def _refusal_of_unreadable(folder: Path, reasons: dict[str, str], most: int = 3) -> str:

@@ -164,6 +164,8 @@ class Run:
         for name, why in found.skipped:
             self._note(f"skipped {name}: {why}")
         if not found:
+            if found.skipped:
+                self._note(f"no whole checkpoint is left in {self.folder}: the run begins anew, at step 1")
             self._begin()
             return
         self._check(found.about)
