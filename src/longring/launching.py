@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,7 +37,7 @@ JOINING = 1800.0  # seconds that ranks of a world that was started anew have to 
 HELLO = 0.02  # seconds between looks at who came
 FAREWELL = 1.0  # seconds between asking a process to end and ending it
 LOOPBACK = "127.0.0.1"
-PRELOADED = ["torch", "torch.distributed", "longring.functional"]
+PRELOADED = ["torch", "torch.distributed", "longring.functional", "longring.hearing"]
 
 
 def launch(
@@ -277,7 +278,7 @@ def _start(work: bytes, rank: int, environment: Mapping[str, str], backend: str)
     context = _context()
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(
-        target=_live, args=(work, rank, environment, backend, theirs, _Deaf()), name=f"longring rank {rank}"
+        target=_live, args=(work, rank, environment, backend, theirs, _Deaf(_hears())), name=f"longring rank {rank}"
     )
     try:
         process.start()
@@ -289,9 +290,22 @@ def _start(work: bytes, rank: int, environment: Mapping[str, str], backend: str)
 def _context() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
+    start_fork_server()
+    return multiprocessing.get_context("forkserver")
+
+
+def start_fork_server(*, deaf_to: tuple[signal.Signals, ...] = (signal.SIGINT,)) -> None:
+    """Unless it runs, or there is none on this system; and not to be ended by signals to a whole process group."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    is_main = threading.current_thread() is threading.main_thread()  # where alone handlers may be set
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in deaf_to if is_main}  # which it inherits
+    try:
+        forkserver.ensure_running()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
@@ -389,23 +403,30 @@ def _end(started: list[_Rank]) -> None:
 
 
 class _Deaf:
-    """To Ctrl-C a new process is deaf as soon as it has read this, and finds in its place what would have heard it.
+    """To Ctrl-C a new process is deaf as soon as it has read this, and finds in its place what its program is to have.
 
     Around its program a rank has nothing to say to Ctrl-C: the caller hears it as well, and ends the rank. Left to
     itself, multiprocessing would print the beginning of a traceback, and as much of the rest as there was time for.
     """
 
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        return _deafened, ()
+    def __init__(self, hears_later: bool) -> None:
+        self.hears_later = hears_later
+
+    def __reduce__(self) -> tuple[Callable[[bool], Any], tuple[bool]]:
+        return _deafened, (self.hears_later,)
 
 
-def _deafened() -> Any:
-    return signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _deafened(hears_later: bool) -> Any:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return signal.default_int_handler if hears_later else signal.SIG_IGN
 
 
-def _live(
-    work: bytes, rank: int, environment: Mapping[str, str], backend: str, wire: Connection, hearing: Any
-) -> None:
+def _hears() -> bool:
+    """What was started in the background of a script does not."""
+    return signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+
+
+def _live(work: bytes, rank: int, environment: Mapping[str, str], backend: str, wire: Connection, hearing: Any) -> None:
     _leave_with_the_caller()
     os.environ.clear()
     os.environ.update(environment)
@@ -439,10 +460,10 @@ def _outcome(work: bytes, rank: int, backend: str, hearing: Any) -> _Result | _F
         _join(backend)
         result = pickle.dumps(program(*args))
         dist.destroy_process_group()
-        _deafened()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         return _Result(result)
     except BaseException as error:
-        _deafened()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         kind, text = type(error).__name__, str(error)
         shown = "".join(traceback.format_exception(error))
         return _Failure(rank, f"raised {kind}: {text}", kind, text, shown, is_consequence=_comes_of_another(error))

@@ -181,10 +181,11 @@ def test_ctrl_c_is_one_word_and_exit_code_130():
 
 
 @pytest.mark.processes
-def test_ctrl_c_at_a_terminal_reaches_ranks_too_and_none_of_them_says_anything(tmp_path):
+@pytest.mark.parametrize("others", [1, 2, 4], ids=["loading torch", "the first rank begins", "ranks begin"])
+def test_ctrl_c_at_a_terminal_reaches_ranks_too_and_none_of_them_says_anything(others, tmp_path):
     code = "from longring.cli import main; main()"
     with started("demo", "--tokens", "4001", "--out", str(tmp_path), code=code, start_new_session=True) as running:
-        wait_for_children(running.pid, more_than=3)
+        wait_for_children(running.pid, more_than=others - 1)
         os.killpg(running.pid, signal.SIGINT)
         out, said = running.communicate(timeout=60)
     assert (running.returncode, out, said) == (130, "", "stopped\n")

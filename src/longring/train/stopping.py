@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import forkserver
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ..launching import PRELOADED
+from ..launching import start_fork_server
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -48,7 +46,7 @@ class Stopping:
 @contextmanager
 def passed_on(file: Path) -> Iterator[Path]:
     """In the process that starts ranks: the first signal asks them to stop, the second one does not wait for them."""
-    _let_the_fork_server_live()
+    start_fork_server(deaf_to=SIGNALS)  # or a signal to all would end it, and with it the word of how ranks ended
 
     def hear(number: int, frame: FrameType | None) -> None:
         if file.exists():
@@ -61,15 +59,3 @@ def passed_on(file: Path) -> Iterator[Path]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _let_the_fork_server_live() -> None:
-    """A signal to the whole process group would end it, and with it the word of how ranks ended."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which a new program inherits
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.signal(signal.SIGTERM, before)
