@@ -1,11 +1,23 @@
-"""Ctrl-C around the fork server. It loads this last, and then whatever it forks hears Ctrl-C as any process does.
+"""Signals around the fork server. It loads this last, and then whatever it forks hears Ctrl-C as any process does.
 
-The server itself starts deaf (`launching.start_fork_server`): a terminal sends Ctrl-C to it, too, and in the seconds in
-which it loads torch it would end with a traceback.
+The server itself starts with signals blocked (`launching.start_fork_server`): a terminal sends Ctrl-C to it, too, and
+in the seconds in which it loads torch it would end with a traceback.
 """
 
 import signal
 import threading
 
-if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+HELD = (signal.SIGINT, signal.SIGTERM)
+
+
+def hear() -> None:
+    """What came while signals were blocked is forgotten: it was for the process that started this one."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    for number in blocked.intersection(HELD):
+        after = signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (number,))
+        signal.signal(number, after)
+
+
+if hasattr(signal, "pthread_sigmask") and threading.current_thread() is threading.main_thread():
+    hear()

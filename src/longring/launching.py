@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, TypeVar
 
@@ -294,18 +294,24 @@ def _context() -> Any:
     return multiprocessing.get_context("forkserver")
 
 
-def start_fork_server(*, deaf_to: tuple[signal.Signals, ...] = (signal.SIGINT,)) -> None:
-    """Unless it runs, or there is none on this system; and not to be ended by signals to a whole process group."""
+def start_fork_server(*, ignoring: tuple[signal.Signals, ...] = ()) -> None:
+    """Unless it runs, or there is none on this system. Ctrl-C does not end it while it loads, nor ever what it ignores.
+
+    Here a signal that comes meanwhile is heard afterwards: blocked it waits, while to be ignored would lose it.
+    """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    resource_tracker.ensure_running()  # the server would start it, which unblocks signals
     is_main = threading.current_thread() is threading.main_thread()  # where alone handlers may be set
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in deaf_to if is_main}  # which it inherits
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *ignoring})
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ignoring if is_main}
     try:
         forkserver.ensure_running()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:

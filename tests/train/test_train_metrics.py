@@ -154,7 +154,7 @@ def test_a_signal_is_heard_and_ends_nothing():
 
 
 def test_who_starts_ranks_passes_the_first_signal_on_and_leaves_at_the_second(tmp_path, monkeypatch):
-    monkeypatch.setattr(stopping_module, "start_fork_server", lambda deaf_to: None)  # this process has one already
+    monkeypatch.setattr(stopping_module, "start_fork_server", lambda ignoring: None)  # this process has one already
     before = signal.getsignal(signal.SIGTERM)
     with passed_on(tmp_path / "stop") as stop:
         rank = Stopping(stop)

@@ -46,7 +46,7 @@ class Stopping:
 @contextmanager
 def passed_on(file: Path) -> Iterator[Path]:
     """In the process that starts ranks: the first signal asks them to stop, the second one does not wait for them."""
-    start_fork_server(deaf_to=SIGNALS)  # or a signal to all would end it, and with it the word of how ranks ended
+    start_fork_server(ignoring=(signal.SIGTERM,))  # or a signal to all would end it, and the word of how ranks ended
 
     def hear(number: int, frame: FrameType | None) -> None:
         if file.exists():
