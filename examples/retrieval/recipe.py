@@ -38,23 +38,38 @@ class Stage(NamedTuple):
         return f"{self.context}" if self.digits == DIGITS else f"{self.context}-of-{self.digits}"
 
 
+class Kind(NamedTuple):
+    """How a model was made: from the weights behind so many of the short stages, in further ones of its own."""
+
+    shares: int
+    stages: tuple[Stage, ...]
+
+
 def dilated(first: int, second: int) -> tuple[str, ...]:
     return ("--dilated", f"{first}:1,{second}:2")
 
 
 LAST = ("--learning-rate", "0.001", "--final-rate", "0.02")
 NARROW = ("--window", str(WINDOW))
-SHORT = (Stage(128, 32, 1500, digits=18), Stage(128, 32, 400), Stage(256, 16, 400))
+SHORT = (Stage(128, 32, 1000, digits=18), Stage(128, 32, 300), Stage(256, 16, 400))
 KINDS = {
-    "dense": (Stage(512, 16, 500), Stage(CONTEXT, 4, 2000, more=LAST)),
-    "dilated": (
-        Stage(256, 16, 2000, more=dilated(64, 256)),
-        Stage(512, 16, 1000, more=dilated(64, 512)),
-        Stage(CONTEXT, 4, 1300, more=(*dilated(WINDOW, CONTEXT), *LAST)),
+    "dense": Kind(3, (Stage(512, 16, 500), Stage(CONTEXT, 4, 1400, more=LAST))),
+    "dilated": Kind(  # rows of rate 2 see every other token only, of what is far; what stands between is learned here
+        1,
+        (
+            Stage(128, 32, 1500, digits=18, more=dilated(32, 128)),
+            Stage(128, 32, 300, more=dilated(32, 128)),
+            Stage(256, 16, 500, more=dilated(64, 256)),
+            Stage(512, 16, 500, more=dilated(128, 512)),
+            Stage(CONTEXT, 4, 700, more=(*dilated(WINDOW, CONTEXT), *LAST)),
+        ),
     ),
-    "window": (  # most keys of long texts are out of its reach, and teach it nothing but to guess: small steps
-        Stage(512, 16, 500, more=NARROW),
-        Stage(CONTEXT, 4, 200, more=(*NARROW, "--learning-rate", "0.0002")),
+    "window": Kind(  # most keys of long texts are out of its reach, and teach it nothing but to guess: small steps
+        3,
+        (
+            Stage(512, 16, 300, more=NARROW),
+            Stage(CONTEXT, 4, 200, more=(*NARROW, "--learning-rate", "0.0002")),
+        ),
     ),
 }
 NAMES = {
@@ -62,7 +77,8 @@ NAMES = {
     "dilated": f"dilated, {dilated(WINDOW, CONTEXT)[1]}",
     "window": f"window of {WINDOW}",
 }
-REACH = 2 * (WINDOW - 1)  # of two layers with the window, one behind the other
+LAYERS = 3  # as recipe.toml says
+REACH = LAYERS * (WINDOW - 1)  # of layers with the window, one behind the other
 DEPTHS = (*(i / 16 for i in range(13)), 0.8, 0.85, 0.9, 0.925, 0.95, 0.975, 1)
 
 
@@ -134,7 +150,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         error = [100 * depth["error"] for depth in told["depths"]]
         color, marker = looks[kind]
         axes.errorbar(back, found, error, color=color, marker=marker, capsize=3, linewidth=1.8, label=NAMES[kind])
-    for tokens, name in ((WINDOW, "the window"), (REACH, "two layers of it")):
+    for tokens, name in ((WINDOW, "the window"), (REACH, "three layers of it")):
         axes.axvline(tokens, color="#666666", linestyle="--", linewidth=1)
         axes.annotate(name, (tokens, 50), rotation=90, ha="right", va="center", color="#444444")
     axes.set(xlabel="how many tokens back the key stands", ylabel="keys found, %", ylim=(-4, 104))
@@ -155,13 +171,14 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="and the picture: retrieval.png")
     asked = parser.parse_args()
 
-    stages = {"short": trained(SHORT, "short", None, asked)}
-    results = {}
+    stages = {"short": trained(SHORT[: max(KINDS[kind].shares for kind in asked.kinds)], "short", None, asked)}
+    results, seconds = {}, {}
     for kind in asked.kinds:
-        stages[kind] = trained(KINDS[kind], kind, asked.out / f"short-{SHORT[-1].name}", asked)
+        shared, own = KINDS[kind]
+        stages[kind] = trained(own, kind, asked.out / f"short-{SHORT[shared - 1].name}", asked)
         results[kind] = judged(kind, asked)
-    # from nothing to the model that was judged
-    seconds = {kind: sum(stage["seconds"] for stage in stages["short"] + stages[kind]) for kind in asked.kinds}
+        # from nothing to the model that was judged
+        seconds[kind] = sum(stage["seconds"] for stage in stages["short"][:shared] + stages[kind])
 
     print(f"\nof keys that no stage has seen, by {asked.ranks} ranks:")
     for kind, told in results.items():

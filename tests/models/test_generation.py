@@ -241,6 +241,8 @@ def test_prompts_that_are_no_prompts():
         (prompt().float(), "tokens must be whole numbers"),
         (prompt()[:, :0], "at least"),
         ([[1, 2]], "tokens must be whole numbers"),
+        (prompt().clamp(min=61), "the prompt has token 61, but there are 61, from 0"),
+        (-prompt() - 1, "the prompt has token -"),
     ):
         with pytest.raises(lr.ArgumentError, match=said):
             model.generate(tokens, new_tokens=3)

@@ -65,6 +65,7 @@ def generate(model: Model, tokens: Tensor, **words: Unpack[Words]) -> Tensor:
         asked = _Generation(**words)
         asked.check_vocabulary(model.embedding.num_embeddings)
         asked.check_length(tokens, model.longest)
+        _check_prompt(tokens, model.embedding.num_embeddings)
     except (ArgumentError, TypeError) as error:
         if isinstance(sharding := words.get("sharding"), Sharding):
             sharding.transport.decline(error)  # or the others would wait for this rank's first answer
@@ -76,6 +77,17 @@ def _refuse_unknown(words: Words) -> None:
     for name in words.keys() - Words.__annotations__.keys():
         hint = f"; it is {SPELLED[name]}= here" if name in SPELLED else ""
         raise TypeError(f"generate() got an unexpected keyword argument {name!r}{hint}")
+
+
+def _check_prompt(tokens: Tensor, vocabulary: int) -> None:
+    """Where a table is read on a GPU, a token that it has not ends the process's use of that GPU."""
+    if not isinstance(tokens, Tensor) or tokens.is_floating_point() or not tokens.numel():  # the model's to refuse
+        return
+    least, most = (int(end) for end in tokens.aminmax())
+    if least < 0 or most >= vocabulary:
+        raise ArgumentError(
+            f"the prompt has token {most if most >= vocabulary else least}, but there are {vocabulary}, from 0"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
