@@ -1,6 +1,7 @@
 # The first of these that runs and is new enough makes .venv; or say it: make test PYTHON=python3.13
 PYTHON ?= python3.11 python3
 DEMO_ARGS ?=
+SOAK_MINUTES ?= 30
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -26,7 +27,7 @@ help:
 	@echo "make demo    run the demonstration (more with DEMO_ARGS=\"...\")"
 	@echo "make test    check, then all tests"
 	@echo "make check   lint, formatting, types, import rules"
-	@echo "make soak    the slow tests and a random search (about an hour)"
+	@echo "make soak    the slow tests and a random search (an hour), training under faults (half an hour)"
 	@echo "make docs    build the documentation into out/site"
 	@echo "make format  rewrite the code as check wants it"
 	@echo "make clean   remove .venv, caches and build outputs"
@@ -46,7 +47,7 @@ soak: $(FRAMEWORKS)
 	env -u OMP_NUM_THREADS HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest --timeout=3000 $(SOAK_ARGS) \
 		tests/geometry/test_tiles.py tests/geometry/test_itinerary.py tests/contracts \
 		tests/test_simulate.py::test_any_task_is_exact_and_sends_what_was_predicted
-	$(BIN)/python benchmarks/train_soak.py --minutes 2
+	$(BIN)/python benchmarks/train_soak.py --minutes $(SOAK_MINUTES)
 
 # Warnings are errors, dead links and anchors among them; what the theme has to say about its future is no warning.
 docs: $(SITE_TOOLS)
