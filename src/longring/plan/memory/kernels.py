@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...errors import ArgumentError
-from ...geometry.portions import SCORES_AT_ONCE, SIDE, portions, stretches
+from ...geometry.portions import SCORES_AT_ONCE, SIDE, has_most, portions, stretches
 from ...geometry.stacks import Place, Stack
 from ...geometry.tiles import Tile
 from .room import Like, Room
@@ -40,8 +40,10 @@ class Kernel:
             return
         slabs = stretches(tiles, q, k, can_be_done=total.can_be_done)
         for slab in slabs:
-            for stack in portions(slab, q, k, is_first=total.is_empty, is_lazy=self.is_lazy):
-                part = self._attend(room, stack, q)
+            found = tuple(portions(slab, q, k, is_first=total.is_empty, is_lazy=self.is_lazy))
+            for stack in found:
+                may_be_home = len(found) > 1 and self._writes_home(stack) and has_most(stack.queries, slab, q)
+                part = self._attend(room, stack, q, is_home=may_be_home and total.home())
                 total.add(part)
                 part.give()
             if len(slabs) > 1:
@@ -56,11 +58,15 @@ class Kernel:
         slabs = stretches(tiles, q, k, can_be_done=all(one.can_be_done for one in sums))
         for slab in slabs:
             is_first = all(one.is_empty for one in sums)
-            for stack in portions(slab, q, k, is_first=is_first, is_lazy=self.is_lazy):
-                found = self._attend_backward(room, stack, q)
-                for one, part in zip(sums, found, strict=True):
+            found = tuple(portions(slab, q, k, is_first=is_first, is_lazy=self.is_lazy))
+            for stack in found:
+                may_be_home = len(found) > 1 and self._writes_home(stack) and all(one.can_be_done for one in sums)
+                may_be_home = may_be_home and has_most(stack.queries, slab, q) and has_most(stack.keys, slab, k)
+                homes = [may_be_home and one.home() for one in sums]
+                parts = self._attend_backward(room, stack, q, homes)
+                for one, part in zip(sums, parts, strict=True):
                     one.add(part)
-                for part in found:
+                for part in parts:
                     part.give()
             if len(slabs) > 1:
                 for one in sums:
@@ -68,31 +74,38 @@ class Kernel:
 
     # ---- one stack
 
-    def _attend(self, room: Room, stack: Stack, q: Like) -> Part:
+    def _writes_home(self, stack: Stack) -> bool:
+        """Whether it can write into the result, what others found being merged into it."""
+        return self.is_lazy and self.name == "flash_attn_4" and stack.shape != "flipped"
+
+    def _attend(self, room: Room, stack: Stack, q: Like, *, is_home: bool) -> Part:
         rows, cols, d = *_sides(stack), q.d
         result = self._result(q)
         flipped = stack.shape == "flipped"
         operands = (q.itemsize if flipped else 0) + self._raised(q)
         with room.holding(OPERANDS, operands * (rows + 2 * cols) * d):
-            out, lse = room.take(PARTS, rows * d * result), room.take(PARTS, rows * self._lse(q))
+            home = rows * d * result if is_home else 0
+            out, lse = room.take(PARTS, rows * d * result - home), room.take(PARTS, rows * self._lse(q))
             room.briefly(WORKSPACE, self._workspace(stack, q))
         if flipped:
             room.briefly(PARTS, out.size + lse.size)
-        return Part(stack.queries, out, lse)
+        return Part(stack.queries, out, lse, home)
 
-    def _attend_backward(self, room: Room, stack: Stack, q: Like) -> tuple[Part, Part, Part]:
+    def _attend_backward(self, room: Room, stack: Stack, q: Like, are_home: Sequence[bool]) -> tuple[Part, Part, Part]:
         rows, cols, d = *_sides(stack), q.d
         result = self._result(q)
         flipped = stack.shape == "flipped"
         copies = (3 * rows + 2 * cols) * d * q.itemsize + rows * q.accumulator.itemsize
         with room.holding(OPERANDS, copies if flipped else 0):
             with room.holding(OPERANDS, self._raised(q) * (3 * rows + 2 * cols) * d):
-                taken = [room.take(GRADIENTS, size * d * result) for size in (rows, cols, cols)]
+                sizes = [size * d * result for size in (rows, cols, cols)]
+                homes = [size if is_home else 0 for size, is_home in zip(sizes, are_home, strict=True)]
+                taken = [room.take(GRADIENTS, size - home) for size, home in zip(sizes, homes, strict=True)]
                 room.briefly(WORKSPACE, self._workspace_backward(stack, q))
             if flipped:
                 room.briefly(GRADIENTS, sum(one.size for one in taken))
         places = stack.queries, stack.keys, stack.keys
-        dq, dk, dv = (Part(place, one, None) for place, one in zip(places, taken, strict=True))
+        dq, dk, dv = (Part(place, one, None, home) for place, one, home in zip(places, taken, homes, strict=True))
         return dq, dk, dv
 
     def _result(self, q: Like) -> int:

@@ -24,14 +24,15 @@ class Sizes(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What was computed for the rows of a place."""
+    """What was computed for the rows of a place; `at_home`: bytes of it that lie in the result itself."""
 
     place: Place
     out: Taken
     lse: Taken | None
+    at_home: int = 0
 
     def kept(self) -> Part:
-        return Part(self.place, self.out.shared(), None if self.lse is None else self.lse.shared())
+        return self._replace(out=self.out.shared(), lse=None if self.lse is None else self.lse.shared())
 
     def give(self) -> None:
         self.out.give()
@@ -72,11 +73,20 @@ class Seen:
     def has_total(self) -> bool:
         return self._total is not None or self._rounded is not None
 
+    def home(self) -> bool:
+        """Whether a part may be written into the result, which is made for it; one at a time."""
+        if not self.can_be_done or any(part.at_home for part in self._parts):
+            return False
+        self._rounded = self._rounded or self._new(self._q, self._q.accumulator.itemsize)
+        return True
+
     def add(self, part: Part) -> None:
         self.latest.append(part.sizes)
-        if self._is_lazy or (self.is_empty and part.place.covers(self._q)):
+        if part.at_home:
             self._parts.append(part.kept())
-            sizes = [one.out.size for one in self._parts]
+        elif self._is_lazy or (self.is_empty and part.place.covers(self._q)):
+            self._parts.append(part.kept())
+            sizes = [one.out.size + one.at_home for one in self._parts]
             if are_too_many(sizes, self._q.nbytes, most=HELD, always=ALWAYS_HELD):
                 self.in_place()
         else:
@@ -109,7 +119,7 @@ class Seen:
             assert whole.lse is not None
             return Total(whole.out.become(OUT), whole.lse.become(LSE))
         if self._parts:
-            rounded = self._new(self._q, self._q.accumulator.itemsize)
+            rounded = self._rounded or self._new(self._q, self._q.accumulator.itemsize)
             if self._total is None:
                 _go_through(self._room, self._parts, self._q, LOG)
             self._clear()
@@ -182,11 +192,20 @@ class Sum:
         """From now on it is summed up in somebody else's memory, and what that holds counts."""
         self._has_total = True
 
+    def home(self) -> bool:
+        """As in Seen."""
+        if not self.can_be_done or any(part.at_home for part in self._parts):
+            return False
+        self._rounded = self._rounded or self._room.take(self._component, self._x.nbytes)
+        return True
+
     def add(self, part: Part) -> None:
         self.latest.append(part.sizes)
-        if self._is_lazy or (self.is_empty and part.place.covers(self._x)):
+        if part.at_home:
             self._parts.append(part.kept())
-            sizes = [one.out.size for one in self._parts]
+        elif self._is_lazy or (self.is_empty and part.place.covers(self._x)):
+            self._parts.append(part.kept())
+            sizes = [one.out.size + one.at_home for one in self._parts]
             most = HELD_UNTIL_DONE if self.can_be_done else HELD_OF_SUMS
             if are_too_many(sizes, self._x.nbytes, most=most, always=ALWAYS_HELD):
                 self.in_place()
@@ -216,7 +235,7 @@ class Sum:
         if not self._has_total and self._is_whole():
             self._total, self._has_total = self._parts.pop().out.become(self._component), True
         elif self._parts and self._is_lazy:
-            rounded = self._room.take(self._component, self._x.nbytes)
+            rounded = self._rounded or self._room.take(self._component, self._x.nbytes)
             if self._total is None:
                 _go_through(self._room, self._parts, self._x)
             self._clear()
