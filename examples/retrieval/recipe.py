@@ -60,8 +60,10 @@ KINDS = {
             Stage(128, 32, 1500, digits=18, more=dilated(32, 128)),
             Stage(128, 32, 300, more=dilated(32, 128)),
             Stage(256, 16, 500, more=dilated(64, 256)),
-            Stage(512, 16, 500, more=dilated(128, 512)),
-            Stage(CONTEXT, 4, 700, more=(*dilated(WINDOW, CONTEXT), *LAST)),
+            Stage(
+                512, 16, 700, more=dilated(WINDOW, 512)
+            ),  # from here on a key may stand in the question's own segment
+            Stage(CONTEXT, 4, 1200, more=(*dilated(WINDOW, CONTEXT), *LAST)),
         ),
     ),
     "window": Kind(  # most keys of long texts are out of its reach, and teach it nothing but to guess: small steps
