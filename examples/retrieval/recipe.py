@@ -1,9 +1,9 @@
-"""A key in a text of 2,048 bytes, found over two ranks by dense attention and not by a window of 256; dilated, to see.
+"""A key in a text of 2,048 bytes, found over two ranks by dense and dilated attention, and not by a window of 256.
 
 python examples/retrieval/recipe.py                                # README.md says how long it takes
 python examples/retrieval/recipe.py --share 0.01 --trials 1        # a hundredth of the steps, to see what it does
 
-A model first learns the task in short texts, where steps are cheap. From its weights three models go on in long ones:
+A model first learns the task in short texts, where steps are cheap. From its weights three models go on, to long ones:
 each sees as its attention lets it. All commands are `longring train` and `longring eval`, and are printed.
 """
 
