@@ -18,7 +18,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -248,10 +248,11 @@ def _store_port() -> Iterator[int]:
 def _started(work: bytes, ranks: int, port: int, backend: str) -> Iterator[list[_Rank]]:
     """The ranks, none of which is left when this block is."""
     started: list[_Rank] = []
+    hears = _hears()
     try:
         for rank in range(ranks):
             with _undivided():
-                started.append(_start(work, rank, _environment(rank, ranks, port), backend))
+                started.append(_start(work, rank, _environment(rank, ranks, port), backend, hears))
         yield started
     finally:
         _end(started)
@@ -274,11 +275,11 @@ def _undivided() -> Iterator[None]:
         before(*heard[0])
 
 
-def _start(work: bytes, rank: int, environment: Mapping[str, str], backend: str) -> _Rank:
+def _start(work: bytes, rank: int, environment: Mapping[str, str], backend: str, hears: bool) -> _Rank:
     context = _context()
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(
-        target=_live, args=(work, rank, environment, backend, theirs, _Deaf(_hears())), name=f"longring rank {rank}"
+        target=_live, args=(work, rank, environment, backend, theirs, _Deaf(hears)), name=f"longring rank {rank}"
     )
     try:
         process.start()
@@ -428,8 +429,8 @@ def _deafened(hears_later: bool) -> Any:
 
 
 def _hears() -> bool:
-    """What was started in the background of a script does not."""
-    return signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+    """Whether a program hears Ctrl-C before it asks to: not where the caller hears nothing, or has plans of its own."""
+    return signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def _live(work: bytes, rank: int, environment: Mapping[str, str], backend: str, wire: Connection, hearing: Any) -> None:
@@ -437,7 +438,9 @@ def _live(work: bytes, rank: int, environment: Mapping[str, str], backend: str, 
     os.environ.clear()
     os.environ.update(environment)
     _set_threads()
-    wire.send_bytes(pickle.dumps(_outcome(work, rank, backend, hearing)))
+    outcome = pickle.dumps(_outcome(work, rank, backend, hearing))
+    with suppress(BrokenPipeError):  # the caller did not wait
+        wire.send_bytes(outcome)
 
 
 def _leave_with_the_caller() -> None:

@@ -108,7 +108,7 @@ def test_dilated_attention_on_an_h200(case, phase):
 
 
 def test_what_flash_attn_4_writes_into_the_result_waits_nowhere():
-    """Of 1M tokens in slabs of 1/8 the branch of rate 1 has all rows: an eighth of q less, and of dq, dk and dv each."""
+    """Of slabs of an eighth the branch of rate 1 has all rows: an eighth of q less, and of dq, dk and dv each."""
     n, heads, d = 1 << 20, 16, 128
     branches = [2048 << i for i in range(5)], [1 << i for i in range(5)]
     task = task_of(lr.Dilated(*branches), "contiguous", ranks=1, n=n, heads=heads, kv_heads=heads)

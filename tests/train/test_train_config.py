@@ -90,6 +90,7 @@ def test_a_file_that_cannot_be_read(tmp_path):
         ({"window": 5, "model": "longnet"}, "--window is for dense attention"),
         ({"rotary_base": 5.0, "model": "longnet"}, "--rotary-base is for --model decoder; leave it out"),
         ({"digits": 7}, "--digits is for --task passkey; leave it out"),
+        ({"final_rate": 1.5}, "--final-rate is what is left of the learning rate, so at most 1; got 1.5"),
         ({"timeout": 1e300}, "--timeout must be 0.1 to 10,000,000 seconds, got 1e+300"),
         ({"timeout": 0.001}, "--timeout must be 0.1 to 10,000,000 seconds, got 0.001"),
         ({"dilated": "8"}, "LENGTH:RATE"),
@@ -123,6 +124,8 @@ def test_patterns():
     assert Config(window=5).pattern((0, 3, 9)) == Dense(window=(4, 0), documents=(0, 3, 9))
     longnet = Config(model="longnet").settled(device="cpu", ranks=1)
     assert longnet.pattern() == Dilated(segment_lengths=(512, 2048, 4096), dilation_rates=(1, 2, 4))
+    long = Config(model="longnet", context=1 << 20).settled(device="cpu", ranks=1)
+    assert long.dilated == "2048:1,8192:4,32768:16,131072:64,524288:256,1048576:1024"
     assert Config(dilated="2Ki:1, 4Ki:2").pattern() == Dilated(segment_lengths=(2048, 4096), dilation_rates=(1, 2))
 
 

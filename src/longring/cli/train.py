@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import RankFailed
 from ..plan.quantities import spoken_bytes, spoken_count, spoken_seconds
 from . import joining, options, screen
 from .options import counted, named, numbered
@@ -157,7 +158,12 @@ def _trained(config: Config, *, quiet: bool) -> Report:
     if joining.is_joined():
         return joining.on_ranks(_on_a_rank, config, None, quiet, **world)
     with tempfile.TemporaryDirectory(prefix="longring-train-") as folder, passed_on(Path(folder) / "stop") as stop:
-        return joining.on_ranks(_on_a_rank, config, stop, quiet, **world)
+        try:
+            return joining.on_ranks(_on_a_rank, config, stop, quiet, **world)
+        except RankFailed as failure:
+            if stop.exists() and failure.error_type is None and failure.signal is None:  # Ctrl-C before it began
+                raise KeyboardInterrupt from failure
+            raise
 
 
 def _on_a_rank(config: Config, stop: Path | None, quiet: bool) -> Report:

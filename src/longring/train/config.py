@@ -36,6 +36,7 @@ COUNTS = dict.fromkeys((*SIZES, *TIMES), 1) | {"context": 2, "seed": 0, "warmup"
 RATES = {"learning_rate": 0.0, "rotary_base": 0.0}  # must be above
 SHORTEST_WAIT, LONGEST_WAIT = 0.1, 1e7  # seconds: below, ranks cannot even meet; above, a socket cannot be told
 DIGITS = 5
+NEAR = 2048  # tokens of the shortest segments that LongNet has by itself
 SHARES = {"weight_decay": 0.0, "clip": 0.0, "final_rate": 0.0}  # must be at least
 CHOICES = {
     "task": TASKS,
@@ -211,9 +212,17 @@ def branches(text: str) -> list[tuple[int, int]]:
 
 
 def usual_branches(context: int | None) -> str:
-    """Near tokens all, far ones more and more thinly: LongNet's habit at any length."""
+    """Near tokens all, far ones more and more thinly: LongNet's habit at any length.
+
+    In long contexts segments and rates grow alike, so that the work grows as the context does, and not as its square.
+    """
     assert context is not None
-    return ",".join(f"{max(1, context // part)}:{rate}" for part, rate in ((8, 1), (2, 2), (1, 4)))
+    if context <= 8 * NEAR:
+        return ",".join(f"{max(1, context // part)}:{rate}" for part, rate in ((8, 1), (2, 2), (1, 4)))
+    rates = [1]
+    while NEAR * rates[-1] < context:
+        rates.append(4 * rates[-1])
+    return ",".join(f"{min(context, NEAR * rate)}:{rate}" for rate in rates)
 
 
 # ------------------------------------------------------------------------------------------------------- reading
@@ -269,6 +278,8 @@ def _check(name: str, value: Any, *, is_optional: bool) -> None:
         if type(value) is not float or not 0 <= value < float("inf") or (name in RATES and not value):
             least = "above" if name in RATES else "of at least"
             raise ArgumentError(f"{spelt(name)} must be a number {least} 0, got {value!r}")
+        if name == "final_rate" and value > 1:
+            raise ArgumentError(f"{spelt(name)} is what is left of the learning rate, so at most 1; got {value!r}")
     elif name in CHOICES:
         if value not in CHOICES[name]:
             raise ArgumentError(f"{spelt(name)} must be one of {', '.join(CHOICES[name])}; got {value!r}")
