@@ -119,14 +119,16 @@ def test_what_is_short_is_run_more_often_and_led_in(monkeypatch):
     assert timed({"a": Turn(print)}, CPU, repeats=2, is_warm=True)["a"] == [0.025] * 2  # so few where it is long
 
 
-@pytest.mark.parametrize(("scatter", "rounds"), [(0.0, 4), (0.006, 16), (0.2, 48)])
-def test_rounds_go_on_until_ratios_are_known(monkeypatch, scatter, rounds):
-    """Whatever they are: those of calls that differ from round to round take more of them, up to a limit."""
+@pytest.mark.parametrize(
+    ("scatter", "ratio", "rounds"), [(0.0, 1, 4), (0.006, 1, 16), (0.2, 1, 48), (0.006, 1.01, 16), (0.006, 1.2, 4)]
+)
+def test_rounds_go_on_until_ratios_are_known(monkeypatch, scatter, ratio, rounds):
+    """Calls that differ from round to round take more of them, up to a limit; fewer where one is far ahead."""
     count = iter(range(1000))
 
     def round_(turns, device, hosts, *, lead_in):
         off = scatter * (-1) ** (next(count) // 2)  # the same in both rounds of a pair
-        return {"a": 0.2 * (1 + off / 2), "b": 0.2 * (1 - off / 2)}
+        return {"a": 0.2 * (1 + off / 2), "b": ratio * 0.2 * (1 - off / 2)}
 
     monkeypatch.setattr("longring.bench.gpu.clock._round", round_)
     found = timed({"a": Turn(print), "b": Turn(print)}, CPU, repeats=3, is_warm=True)

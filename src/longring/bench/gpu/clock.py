@@ -21,7 +21,8 @@ FAR_BEHIND = 1.6  # times the fastest of the first round: such a one is not run 
 LONG_ENOUGH = 0.3  # seconds of a call's runs together: short ones are repeated more often
 MOST_ROUNDS = 16  # that are run without looking at what they say
 LAST_ROUND = 48
-SURE = 0.003  # of a ratio: rounds go on until its median is known so well, whatever it is
+SURE = 0.003  # of a ratio: rounds go on until its median is known so well,
+PLAINLY = 0.1  # or to this part of its distance from 1: how far somebody is ahead need not be known to a hair
 LED_IN = 0.04  # seconds that a call runs unmeasured before it is measured, if it is shorter than LONG_ENOUGH
 
 Call = Callable[[], Any]
@@ -82,18 +83,20 @@ def _goes_on(repeats: int, rounds: list[dict[str, float]]) -> bool:
         return True
     fastest = min(rounds[-1], key=lambda name: statistics.median(round_[name] for round_ in rounds))
     return any(
-        _doubt([round_[name] for round_ in rounds], [round_[fastest] for round_ in rounds]) > SURE
+        _is_in_doubt([round_[name] for round_ in rounds], [round_[fastest] for round_ in rounds])
         for name in rounds[-1]
         if name != fastest
     )
 
 
-def _doubt(mine: list[float], its: list[float]) -> float:
-    """The standard error of the median ratio, of rounds taken in twos."""
+def _is_in_doubt(mine: list[float], its: list[float]) -> bool:
+    """By the standard error of the median ratio, of rounds taken in twos."""
     ratios = both_ways(mine, its)
     if len(ratios) < 2:
-        return math.inf
-    return 1.25 * statistics.stdev(ratios) / statistics.median(ratios) / math.sqrt(len(ratios))
+        return True
+    ratio = statistics.median(ratios)
+    error = 1.25 * statistics.stdev(ratios) / math.sqrt(len(ratios))
+    return error > max(SURE * ratio, PLAINLY * abs(ratio - 1))
 
 
 def both_ways(mine: Sequence[float], its: Sequence[float]) -> list[float]:
