@@ -21,6 +21,7 @@ FAR_BEHIND = 1.6  # times the fastest of the first round: such a one is not run 
 LONG_ENOUGH = 0.3  # seconds of a call's runs together: short ones are repeated more often
 MOST_ROUNDS = 16  # that are run without looking at what they say
 LAST_ROUND = 48
+PATIENCE = 15.0  # seconds of all rounds: none is begun beyond, once there were as many as asked for
 SURE = 0.003  # of a ratio: rounds go on until its median is known so well,
 PLAINLY = 0.1  # or to this part of its distance from 1: how far somebody is ahead need not be known to a hair
 LED_IN = 0.04  # seconds that a call runs unmeasured before it is measured, if it is shorter than LONG_ENOUGH
@@ -77,10 +78,12 @@ def _enough(repeats: int, rounds: list[dict[str, float]]) -> int:
 
 def _goes_on(repeats: int, rounds: list[dict[str, float]]) -> bool:
     """Whether the ratio of some call to the fastest is not known well enough, of calls that can be repeated often."""
-    if repeats < 3 or len(rounds) >= LAST_ROUND or min(rounds[0].values()) >= LONG_ENOUGH:
+    if repeats < 3 or min(rounds[0].values()) >= LONG_ENOUGH:
         return False
     if len(rounds) % 2:
         return True
+    if len(rounds) >= LAST_ROUND or len(rounds) * _seconds(rounds) > PATIENCE:
+        return False
     fastest = min(rounds[-1], key=lambda name: statistics.median(round_[name] for round_ in rounds))
     return any(
         _is_in_doubt([round_[name] for round_ in rounds], [round_[fastest] for round_ in rounds])
@@ -112,6 +115,12 @@ def _lead_in(rounds: list[dict[str, float]]) -> dict[str, int]:
     if not rounds or min(rounds[0].values()) >= LONG_ENOUGH:
         return {}
     return {name: math.ceil(LED_IN / max(seconds, LED_IN / 50)) for name, seconds in rounds[0].items()}
+
+
+def _seconds(rounds: list[dict[str, float]]) -> float:
+    """That a round takes, by the last one: what is measured, and what leads in."""
+    lead_in = _lead_in(rounds)
+    return sum(seconds * (1 + lead_in[name]) for name, seconds in rounds[-1].items())
 
 
 def _is_close(name: str, first: dict[str, float]) -> bool:
