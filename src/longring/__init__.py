@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from . import nn as nn
     from .errors import ArgumentError as ArgumentError
     from .errors import CheckpointError as CheckpointError
+    from .errors import DataChanged as DataChanged
     from .errors import Disagreement as Disagreement
     from .errors import KernelRefusal as KernelRefusal
     from .errors import LayoutError as LayoutError
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "ArgumentError": "errors",
     "CheckpointError": "errors",
+    "DataChanged": "errors",
     "Dense": "geometry.patterns",
     "Dilated": "geometry.patterns",
     "Disagreement": "errors",

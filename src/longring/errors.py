@@ -8,6 +8,7 @@ LongringError
 │   ├── ScheduleRefusal                  the schedule asked for by name cannot run here
 │   └── NotBuilt                         a known feature of attention that longring does not have yet
 ├── CheckpointError        (RuntimeError) a checkpoint could not be written, or cannot be trusted
+├── DataChanged            (RuntimeError) a file of the data is not what it was when it was opened
 ├── NotFinite              (ArithmeticError) a tile gave nan or inf; looked for with LONGRING_DEBUG=1 alone
 └── TransportError         (RuntimeError) a tensor did not reach the rank it was sent to
     ├── PeerLost                         another rank failed, or stayed silent until the timeout
@@ -51,6 +52,10 @@ class NotBuilt(ArgumentError):
 
 class CheckpointError(LongringError, RuntimeError):
     """A checkpoint could not be written, or cannot be trusted. Those that were there before are as they were."""
+
+
+class DataChanged(LongringError, RuntimeError):
+    """A file of the data is not what it was when it was opened: what was learned from is not there any more."""
 
 
 class NotFinite(LongringError, ArithmeticError):

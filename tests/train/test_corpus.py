@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longring.errors import ArgumentError
+from longring.errors import ArgumentError, DataChanged
 from longring.train import fasta, files
 from longring.train.corpus import open_corpus
 from longring.train.fasta import write_fasta
@@ -501,13 +501,13 @@ def test_a_file_that_changed_is_an_error_and_no_crash(tmp_path):
     corpus = open_corpus(tmp_path)
     corpus.tokens(0, 0, 10)
     os.truncate(tmp_path / "a.txt", 50_000)
-    with pytest.raises(ArgumentError, match=r"a\.txt had 100,000 bytes when it was opened and has 50,000 now"):
+    with pytest.raises(DataChanged, match=r"a\.txt had 100,000 bytes when it was opened and has 50,000 now"):
         corpus.tokens(0, 90_000, 90_001)
     os.truncate(tmp_path / "b.txt", 50_000)
-    with pytest.raises(ArgumentError, match=r"b\.txt had 97\.66 KiB when it was opened, and has less now"):
+    with pytest.raises(DataChanged, match=r"b\.txt had 97\.66 KiB when it was opened, and has less now"):
         corpus.tokens(1, 90_000, 90_001)
     (tmp_path / "c.txt").unlink()
-    with pytest.raises(ArgumentError, match=r"c\.txt cannot be read any more: No such file"):
+    with pytest.raises(DataChanged, match=r"c\.txt cannot be read any more: No such file"):
         corpus.tokens(2, 0, 1)
 
 

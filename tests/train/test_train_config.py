@@ -57,7 +57,7 @@ def test_a_flag_wins_over_the_file_and_both_over_nothing(tmp_path):
         ('out = ""', "--out must be a text, got ''"),
         ('dtype = "fp8"', "--dtype must be one of bf16, fp32, fp64; got 'fp8'"),
         ('task = "keys"', "--task must be one of language, passkey; got 'keys'"),
-        ("rotary_base = 0", "--rotary-base must be a number above 0, got 0.0"),
+        ("rotary_base = 1e-300", "--rotary-base must be a number above 1, got 1e-300"),
     ],
 )
 def test_what_a_file_may_not_say(tmp_path, text, said):

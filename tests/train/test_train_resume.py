@@ -98,6 +98,7 @@ def test_another_run_is_not_gone_on_with(corpus, tmp_path):
     same = {"data": corpus, "steps": 3}
     launched([settings(1, tmp_path, **same)])
     others = [{"dim": 64}, {"seed": 1}, {"context": 62}, {"data": None}, {"model": "longnet", "heads": 2}]
+    others += [{"dtype": "fp32"}]
     texts = launch(refusals, [settings(1, tmp_path, **{**same, **other}) for other in others], ranks=1, timeout=60)[0]
     said = [
         "--dim was 32 and is 64",
@@ -105,6 +106,7 @@ def test_another_run_is_not_gone_on_with(corpus, tmp_path):
         "--context was 61 and is 62",
         "the data was text and is Python",
         "--model was decoder and is longnet; --heads was 4 and is 2; --dilated was None and is 7:1,30:2,61:4",
+        "--dtype was fp64 and is fp32",
     ]
     for text, words in zip(texts, said, strict=True):
         assert words in text

@@ -33,7 +33,7 @@ TIMES = ("steps", "batch", "micro_batch", "save_every", "keep", "digits")
 COUNTS = dict.fromkeys((*SIZES, *TIMES), 1) | {"context": 2, "seed": 0, "warmup": 0}
 """The least that each whole number may be; all of them may be written as people do: 64K, 1Mi."""
 
-RATES = {"learning_rate": 0.0, "rotary_base": 0.0}  # must be above
+RATES = {"learning_rate": 0.0, "rotary_base": 1.0}  # must be above
 SHORTEST_WAIT, LONGEST_WAIT = 0.1, 1e7  # seconds: below, ranks cannot even meet; above, a socket cannot be told
 DIGITS = 5
 NEAR = 2048  # tokens of the shortest segments that LongNet has by itself
@@ -275,9 +275,10 @@ def _check(name: str, value: Any, *, is_optional: bool) -> None:
             least, most = f"{SHORTEST_WAIT:g}", f"{LONGEST_WAIT:,.0f}"
             raise ArgumentError(f"{spelt(name)} must be {least} to {most} seconds, got {value!r}")
     elif name in RATES or name in SHARES:
-        if type(value) is not float or not 0 <= value < float("inf") or (name in RATES and not value):
-            least = "above" if name in RATES else "of at least"
-            raise ArgumentError(f"{spelt(name)} must be a number {least} 0, got {value!r}")
+        least = RATES[name] if name in RATES else SHARES[name]
+        if type(value) is not float or not least <= value < float("inf") or (name in RATES and value == least):
+            words = "above" if name in RATES else "of at least"
+            raise ArgumentError(f"{spelt(name)} must be a number {words} {least:g}, got {value!r}")
         if name == "final_rate" and value > 1:
             raise ArgumentError(f"{spelt(name)} is what is left of the learning rate, so at most 1; got {value!r}")
     elif name in CHOICES:

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from io import FileIO
 from pathlib import Path
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, DataChanged
 from ..plan.quantities import spoken_bytes
 
 HEAD, SAMPLE = 8192, 4096  # bytes looked at: at the beginning, and in the middle and at the end
@@ -177,9 +177,9 @@ def _mapped(path: Path, size: int) -> mmap.mmap:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
     except ValueError:  # of mmap, where the file is shorter
-        raise ArgumentError(f"{path} had {spoken_bytes(size)} when it was opened, and has less now") from None
+        raise DataChanged(f"{path} had {spoken_bytes(size)} when it was opened, and has less now") from None
     except OSError as error:
-        raise ArgumentError(f"{path} cannot be read any more: {error.strerror}") from None
+        raise DataChanged(f"{path} cannot be read any more: {error.strerror}") from None
 
 
 def _forget(mapped: mmap.mmap, start: int, stop: int, around: int = 1 << 16) -> None:
@@ -193,10 +193,8 @@ def _forget(mapped: mmap.mmap, start: int, stop: int, around: int = 1 << 16) -> 
             mapped.madvise(mmap.MADV_DONTNEED, start, min(stop + around, len(mapped)) - start)
 
 
-def _changed(file: File, size: int) -> ArgumentError:
-    return ArgumentError(
-        f"{file.path} had {file.size:,} bytes when it was opened and has {size:,} now; open the corpus again"
-    )
+def _changed(file: File, size: int) -> DataChanged:
+    return DataChanged(f"{file.path} had {file.size:,} bytes when it was opened and has {size:,} now")
 
 
 def stream(file: File, start: int = 0, *, block: int = STREAM) -> Iterator[bytes]:

@@ -193,7 +193,10 @@ class Run:
 
     def _check(self, about: dict[str, Any]) -> None:
         """Refuse to go on with other weights or another order of the data, rather than with a part of them."""
-        wrong = differences(self.config, about["config"], (*OF_THE_WEIGHTS, *OF_THE_ORDER))
+        was = about["config"]
+        wrong = differences(self.config, was, (*OF_THE_WEIGHTS, *OF_THE_ORDER))
+        if (self.config.dtype == "fp64") != (was.get("dtype") == "fp64"):  # fp32 and bf16 keep the same weights
+            wrong += differences(self.config, was, ("dtype",))
         if about["fingerprint"] != self.task.fingerprint:
             wrong.append(f"the data was {about['corpus']} and is {self.task.name}, or has changed since")
         if wrong:
