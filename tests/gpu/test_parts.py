@@ -107,6 +107,23 @@ def test_a_merge_can_be_captured_once_it_has_run():
     torch.testing.assert_close(into.lse.exp(), torch.full_like(into.lse, 4.0))
 
 
+def test_a_captured_merge_outlives_what_is_remembered_of_it():
+    into, parts = accumulator(), [on_one_head(1)]
+    merge_parts(parts, range(64), into, into)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        merge_parts(parts, range(64), into, into)
+    module._made.cache_clear()
+    torch.cuda.synchronize()
+    rubbish = [torch.full((size,), -1, dtype=torch.int64, device=GPU) for size in range(1, 2000)]
+    into.out.zero_()
+    into.lse.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(into.out, torch.full_like(into.out, 0.5))
+    del rubbish
+
+
 def test_256_merges_leave_the_lse_as_exact_as_one():
     draw = torch.Generator(GPU).manual_seed(0)
     rows, count = 512, 256

@@ -253,10 +253,15 @@ class _Tables(NamedTuple):
     readers: set[int]
 
 
+_OF_GRAPHS: dict[int, tuple[Tensor, ...]] = {}  # never forgotten: kilobytes each, and one for each kind of call
+
+
 def _tables(slots: Sequence[Part], count: int, into: Tensor, stride: int) -> tuple[Tensor, Tensor, Tensor]:
     """[parts, LOOK], [batch * heads, parts, SEAT] and [batch * heads, stride], there since the first such call."""
     looks = tuple(_Look(place, out.stride(), (0,) * 3 if lse is None else lse.stride()) for place, out, lse in slots)
     tables, readers = _made(into.device, into.shape[0], into.shape[2], looks, count, stride)
+    if into.is_cuda and torch.cuda.is_current_stream_capturing():
+        _OF_GRAPHS[tables[0].data_ptr()] = tables  # which may be replayed when the call is long forgotten
     if into.is_cuda and (reader := torch._C._cuda_getCurrentRawStream(into.device.index)) not in readers:
         for table in tables:
             table.record_stream(torch.cuda.current_stream(into.device))  # forgotten, it must outlast what reads it
