@@ -32,20 +32,44 @@ def slabs(tiles: tuple[Tile, ...], length: int, least: int) -> tuple[Slab, ...]:
 
 
 def _cuts(tiles: Sequence[Tile], length: int, least: int) -> list[int]:
-    """From 0 to the length: where no tile lies on both sides."""
+    """From 0 to the length: where no tile lies on both sides and one begins, as early as may be."""
+    series = {one for tile in tiles for one in _series(tile)}
     cuts = [0]
-    reach = 0
-    for first, stop in sorted(_stretch(one) for tile in tiles for one in tile.each_repeat()):
-        if first >= reach and first - cuts[-1] >= least and length - first >= least // 2:
-            cuts.append(first)
-        reach = max(reach, stop)
-    return [*cuts, length]
+    while True:
+        cut = cuts[-1] + max(1, least)
+        while (later := max((one.end_of_what_lies_across(cut) for one in series), default=cut)) > cut:
+            cut = later
+        starts = [start for one in series if (start := one.next_start(cut)) is not None]
+        if not starts or length - min(starts) < least // 2:
+            return [*cuts, length]
+        cuts.append(min(starts))
 
 
-def _stretch(tile: Tile) -> tuple[int, int]:
-    """What the tile spans of the sequence, its rows and its columns alike."""
-    rows, cols = tile.rows, tile.cols
-    return min(rows[0], cols[0]), max(rows[-1], cols[-1]) + 1
+class _Series(NamedTuple):
+    """What a tile spans of the sequence, and its repeats, each `step` further on."""
+
+    first: int
+    stop: int
+    count: int
+    step: int
+
+    def end_of_what_lies_across(self, cut: int) -> int:
+        """Of the last that begins before the cut; the cut itself where all those end before."""
+        before = min(self.count - 1, -(-(cut - self.first) // self.step) - 1)
+        return max(cut, self.stop + before * self.step) if before >= 0 else cut
+
+    def next_start(self, cut: int) -> int | None:
+        """Of the first that does not begin before the cut."""
+        number = max(0, -(-(cut - self.first) // self.step))
+        return self.first + number * self.step if number < self.count else None
+
+
+def _series(tile: Tile) -> Iterator[_Series]:
+    """Rows and columns alike; one by one where repeats move rows and columns apart, since they do not span alike."""
+    count, down, right = tile.repeat
+    for one in [tile] if count == 1 or down == right else tile.each_repeat():
+        rows, cols = one.rows, one.cols
+        yield _Series(min(rows[0], cols[0]), max(rows[-1], cols[-1]) + 1, one.repeat.count, max(1, down))
 
 
 def _dealt(tile: Tile, cuts: Sequence[int]) -> Iterator[tuple[int, Tile]]:
