@@ -131,3 +131,11 @@ def test_a_record_is_like_itself_when_read_back(tmp_path):
     made = record(row(1.23456789, peak_bytes=[7]), row(2.0, name="other", **WRONG))
     made.save(tmp_path / "record.json")
     assert {change.verdict for change in compare(made, Record.load(tmp_path / "record.json")).changes} == {"alike"}
+
+
+def test_what_is_no_longer_measured_is_not_passed_over():
+    found = compare(record(row(), row(name="b", extra_memory=2.0)), record(row(time=None), row(name="b")))
+    assert found.caveats == [
+        "1 of 2 rows have a time in the first record and none in the second",
+        "1 of 2 rows have a memory in the first record and none in the second",
+    ]

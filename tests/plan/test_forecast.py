@@ -357,22 +357,55 @@ def test_the_longest_fits_and_a_block_more_does_not(schedule):
     assert found.bytes_at <= question.memory_bytes < found.bytes_beyond
 
 
-@pytest.mark.parametrize("pattern", [Dense(window=(0, 0)), Dense(window=(63, 0))])
-def test_many_small_tiles_are_not_counted_for_minutes(pattern):
-    question = asked(pattern=pattern, tokens=1 << 10)
-    found = longest(question, "exchange", "contiguous")
+def test_rows_that_are_named_one_by_one_are_not_counted_for_minutes():
+    question = asked(pattern=Dilated([16, 32], [1, 2]), tokens=1 << 10)
+    found = longest(question, "ulysses", "contiguous")
     assert found.is_at_least
     assert found.tokens >= 1 << 13
-    assert (
-        found.bytes_at == forecast.memory(replace(question, tokens=found.tokens), "exchange", "contiguous").peak_bytes
-    )
+    assert found.bytes_at == forecast.memory(replace(question, tokens=found.tokens), "ulysses", "contiguous").peak_bytes
 
 
-@pytest.mark.parametrize("pattern", [Dilated([64], [2]), Dilated([16], [16])])
-def test_segments_that_repeat_are_one_tile_to_count_however_many_they_are(pattern):
+@pytest.mark.parametrize(
+    "pattern",
+    [Dense(window=(0, 0)), Dense(window=(63, 0)), Dilated([64], [2]), Dilated([16], [16]), Dilated([10, 50], [1, 3])],
+)
+def test_what_repeats_is_one_tile_to_count_however_often(pattern):
     found = longest(asked(pattern=pattern), "exchange", "contiguous")
     assert not found.is_at_least
     assert found.tokens >= 1 << 27
+
+
+def test_segments_of_a_few_tokens_are_counted_up_to_a_limit():
+    found = longest(asked(pattern=Dilated([5], [9]), heads=9, kv_heads=3, head_dim=1), "ring", "contiguous")
+    assert found.is_at_least
+    assert found.tokens >= 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "nodes"), [("ring", 24, 3), ("exchange", 24, 3), ("ulysses", 17, 1), ("hybrid", 32, 4)]
+)
+def test_the_longest_fits_every_one_of_many_ranks(schedule, ranks, nodes):
+    """Of which one was asked first, and would have promised more."""
+    question = asked(ranks=ranks, nodes=nodes, heads=32, kv_heads=8, head_dim=128, hardware=hardware("h200"))
+    found = longest(question, schedule, "zigzag")
+    at = replace(question, tokens=found.tokens)
+    held = [forecast._memory_of(at, schedule, "zigzag", rank).peak_bytes for rank in range(ranks)]
+    assert max(held) == found.bytes_at <= question.memory_bytes < found.bytes_beyond
+    rough = longest(question, schedule, "zigzag", is_rough=True)
+    assert rough.tokens >= found.tokens
+
+
+def test_where_memory_is_short_the_fullest_of_many_ranks_decides():
+    question = asked(ranks=17, heads=32, kv_heads=8, head_dim=128, tokens=19_451_264, hardware=hardware("h200"))
+    assert not estimated(question, "ulysses", "zigzag").fits
+    assert forecast._memory_of(question, "ulysses", "zigzag", 1).peak_bytes <= question.memory_bytes
+
+
+def test_what_is_held_is_held_by_the_rank_that_is_named():
+    found = estimated(asked(ranks=8, tokens=20_000, heads=4, kv_heads=2, head_dim=64), "ring", "zigzag").memory
+    question = asked(ranks=8, tokens=20_000, heads=4, kv_heads=2, head_dim=64)
+    assert found == forecast._memory_of(question, "ring", "zigzag", found.rank)
+    assert found.rank != 1
 
 
 @pytest.mark.parametrize("layers", [1, 32])

@@ -166,6 +166,8 @@ def test_a_missing_field_is_named_with_its_file_and_entry(file, field):
         ("memory_bytes = 1e9", 'memory_bytes = "8GB"', r"memory_bytes must be a number above 0, got '8GB'"),
         ("memory_bytes = 1e9", "memory_bytes = inf", r"memory_bytes must be a number above 0, got inf"),
         ("memory_bytes = 1e9", "memory_bytes = nan", r"memory_bytes must be a number above 0, got nan"),
+        ("memory_bytes = 1e9", "memory_bytes = 1e300", r"memory_bytes must be from 1e-15 to 1e\+30, got 1e\+300"),
+        ("memory_bytes = 1e9", "memory_bytes = 1e-300", r"memory_bytes must be from 1e-15 to 1e\+30, got 1e-300"),
         ("ranks_per_node = 4", "ranks_per_node = 1.5", r"ranks_per_node must be a whole number, got 1\.5"),
         ("{ fp32 = 1e9 }", "{ fp8 = 1e9 }", r"forward_flops must be a table with some of bf16, fp16, fp32, fp64"),
         ("{ fp32 = 5e8 }", "5e8", r"backward_flops must be a table"),
@@ -207,3 +209,8 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(ArgumentError, match=r"odd\.toml is no TOML"):
         hardware("toy", path)
+
+
+def test_ours_may_be_spelt_as_on_the_box():
+    assert hardware("H200") is hardware("h200")
+    assert hardware("RTX4090").name == "rtx4090"

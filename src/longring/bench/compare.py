@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import ArgumentError
@@ -76,7 +76,7 @@ def compare(before: Record, after: Record, *, tolerance: float = 0.05) -> Compar
         [_change(key, earlier[key], later[key], tolerance) for key in common],
         [key for key in earlier if key not in later],
         [key for key in later if key not in earlier],
-        list(_caveats(before, after)),
+        [*_caveats(before, after), *_lost(earlier, later, common)],
         tolerance,
     )
 
@@ -133,6 +133,14 @@ def _memory_ratio(before: Row, after: Row) -> float | None:
     if before.extra_memory and after.extra_memory and before.extra_memory > 0:
         return after.extra_memory / before.extra_memory
     return None
+
+
+def _lost(before: dict[Key, Row], after: dict[Key, Row], common: Sequence[Key]) -> Iterator[str]:
+    """What was measured and no longer is, so that nobody takes it for alike."""
+    for what, has in (("time", lambda row: row.time), ("memory", lambda row: row.most_bytes or row.extra_memory)):
+        lost = sum(bool(has(before[key]) and not has(after[key])) for key in common if not _is_bad(after[key]))
+        if lost:
+            yield f"{lost} of {len(common)} rows have a {what} in the first record and none in the second"
 
 
 def _scenarios(record: Record) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,14 +32,8 @@ OUT = Path("out/bench.json")
 app = typer.Typer(invoke_without_command=True, add_completion=False, rich_markup_mode=None)
 
 
-def _counts(name: str) -> Callable[[str], tuple[int, ...]]:
-    """Reads 4Ki,16Ki,64Ki; each once."""
-    read = options.a_count(name)
-    return lambda text: tuple(dict.fromkeys(read(part) for part in text.split(",")))
-
-
 def _several(name: str, what: str, default: str) -> Any:
-    return typer.Option(name, parser=_counts(name), metavar="COUNT,...", help=what, show_default=default)
+    return typer.Option(name, parser=options.counts(name), metavar="COUNT,...", help=what, show_default=default)
 
 
 def _one(name: str, what: str, default: str) -> Any:

@@ -36,6 +36,19 @@ def a_count(name: str, least: int = 1, most: int = MOST) -> Callable[[str], int]
     return read
 
 
+def counts(name: str) -> Callable[[str], tuple[int, ...]]:
+    """Reads 4Ki,16Ki,64Ki; each once."""
+    read = a_count(name)
+
+    def read_all(text: str) -> tuple[int, ...]:
+        parts = [part.strip() for part in text.split(",")]
+        if any(part[:1] == "0" and len(part) > 1 for part in parts[1:]):  # 4,096 was meant for one number
+            raise _Refused(f"{name} takes several numbers, with commas between them, so none within: got {text!r}")
+        return tuple(dict.fromkeys(read(part) for part in parts))
+
+    return read_all
+
+
 def a_size(name: str) -> Callable[[str], int]:
     """Reads 40GiB, 40G and 512MiB: a count of bytes, with or without a B behind it, or 0."""
 

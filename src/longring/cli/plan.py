@@ -138,7 +138,7 @@ def plan(
       longring plan --max-tokens --ranks 8 --layers 32 --kv-heads 8 --reserve 40GiB
       longring plan --fit --tokens 10M --layers 32 --kv-heads 8 --reserve 40GiB
     """
-    hardware = hardware or _usual(hardware_file)
+    hardware = _usual(hardware_file) if hardware is None else hardware
     arguments = {name: value for name, value in locals().items() if name != "as_json"}
     with _uncollected():
         if hardware == "list":
@@ -225,8 +225,8 @@ def _answer(question: Question, told: dict[str, Any], as_json: bool) -> None:
 
     found = forecast(question, schedule=told["schedule"], layout=told["layout"], plays_all=told["play_all"])
     best = found.recommended
-    by = best.schedule if is_counted_quickly(question, best.schedule) else "exchange"
-    furthest = longest(question, by, best.layout)
+    by = best.schedule if told["schedule"] != "auto" or is_counted_quickly(question, best.schedule) else "exchange"
+    furthest = longest(question, by, best.layout, is_rough=True)
     if as_json:
         screen.print_json(_as_json(told, found) | {"longest_tokens": furthest.tokens, "longest": asdict(furthest)})
         return
@@ -306,6 +306,7 @@ def _choice_as_json(one: Choice) -> dict[str, Any]:
         "is_played": one.is_played,
         "tflops": one.flops_per_second / 1e12,
         "memory": {
+            "rank": one.memory.rank,
             "components": one.memory.backward
             if one.memory.backward_bytes >= one.memory.forward_bytes
             else one.memory.forward,

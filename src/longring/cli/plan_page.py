@@ -53,7 +53,7 @@ def print_lengths(question: Question, found: Sequence[Longest], at_best: Choice,
     rows = [
         (
             f"{one.schedule} {one.layout}",
-            f"{one.tokens:,}",
+            f"{'at least ' if one.is_at_least else ''}{one.tokens:,}",
             f"{one.tokens // question.ranks:,}",
             spoken_bytes(one.bytes_at),
             "not counted" if one.is_at_least else spoken_bytes(one.bytes_beyond),
@@ -198,10 +198,11 @@ def length(question: Question, furthest: Longest) -> str:
             f"{spoken_bytes(furthest.bytes_at)} of {spoken_bytes(question.memory_bytes)}; longer ones are too many "
             "tiles to count at once: ask for them with --tokens."
         )
+    rough = "" if question.asks_every_rank else " By one rank of them; --max-tokens asks more."
     return (
         f"The longest that fits {by}: {furthest.tokens:,} tokens, {furthest.tokens // question.ranks:,} a rank. "
         f"It holds {spoken_bytes(furthest.bytes_at)} of {spoken_bytes(question.memory_bytes)}; {furthest.granule:,} "
-        "tokens more do not fit."
+        f"tokens more do not fit.{rough}"
     )
 
 
@@ -212,9 +213,9 @@ def _small_print(found: Forecast) -> list[str]:
     exact = all(one.forward.traffic.is_exact for one in found.choices)
     counted = "to the byte" if exact else "some of its thousands of steps speaking for the others"
     told = [
-        f"moved, held: by rank {asked}, {counted}; a step: the most of one. balance: the most work of a few ranks, "
-        "over the mean of all. TFLOP/s of a rank, and efficiency (against one rank that could hold everything): "
-        "forward and backward together.",
+        f"moved: by rank {asked}, {counted}; a step: the most of one. held: {_holder(found)}. balance: the most work "
+        "of a few ranks, over the mean of all. TFLOP/s of a rank, and efficiency (against one rank that could hold "
+        "everything): forward and backward together.",
         "hides: forward/backward, whether less than 2 % of the time is waiting; from: tokens a rank from which on that "
         "is so, if computing grows by one power of them more than what is waited for.",
         *(f"Left out: {line}." for line in found.left_out),
@@ -228,6 +229,16 @@ def _small_print(found: Forecast) -> list[str]:
             "played, event by event, on a model of all ranks and links; --play-all plays every row.",
         )
     return told
+
+
+def _holder(found: Forecast) -> str:
+    """Which of the ranks."""
+    if found.question.asks_every_rank:
+        return f"by the fullest rank, of {found.recommended.schedule} rank {found.recommended.memory.rank}"
+    return (
+        "by the same rank, than which others may hold more, up to twice as much where heads do not come out even; "
+        "where that could be too much, by the fullest at both ends and around the middle"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- tables

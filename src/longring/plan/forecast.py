@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from math import ceil, lcm
 
 from ..errors import ArgumentError
@@ -32,8 +33,10 @@ OF_NODES = ("double_ring", "hybrid")  # without several nodes of several ranks t
 PLAYED_AT_ONCE, PLAYED_AT_MOST = 16, 256  # ranks up to which every choice is played, and the leading ones
 DILATED_PLAYED_AT_MOST = 32  # where every pair of ranks is looked at
 MOST_TOKENS = 10**15
-TILES_COUNTED = 1024  # of windows or segments on a rank
+SEGMENTS_COUNTED = 1 << 22  # on a rank, where they repeat
+ONE_BY_ONE = 1024  # and where their rows are named one by one
 FEW_RANKS = 16  # all of them are asked; of more a few, which speak for the rest
+SHORT = 0.4  # of the memory: the fullest of many ranks was seen to hold up to 2.2 times what the one that is asked does
 ROWS_NAMED = 1 << 18  # dilated rows that ulysses names one by one take seconds beyond
 LONG = 1 << 20  # tokens of one rank, beyond which periods of LongNet's segments stand for each other
 RANKS_NAMED = 512  # and so do as many messages to everybody
@@ -92,6 +95,11 @@ class Question:
     @property
     def local_tokens(self) -> int:
         return -(-self.tokens // self.ranks)
+
+    @property
+    def asks_every_rank(self) -> bool:
+        """Where they are few; of more, some speak for the rest."""
+        return self.ranks <= FEW_RANKS
 
     @property
     def memory_bytes(self) -> int:
@@ -194,6 +202,7 @@ class Pass:
 class Memory:
     """What the fullest of the ranks that were asked holds, in one layer and in all."""
 
+    rank: int
     forward: dict[str, int]
     backward: dict[str, int]
     saved_bytes: int  # by every other layer
@@ -223,7 +232,7 @@ class Choice:
     memory: Memory
     balance: float  # the busiest rank's work over the mean
     seconds_alone: float  # one rank, forward and backward, if it could hold everything
-    asked: int  # the rank whose bytes and memory were counted
+    asked: int  # the rank whose messages were counted
 
     @property
     def seconds(self) -> float:
@@ -449,15 +458,26 @@ def seconds_alone(question: Question) -> float:
 
 
 def memory(question: Question, schedule: str, layout: str) -> Memory:
-    """Of the fullest of the ranks that are asked: of all of them, where they are few."""
-    return _fullest(question, schedule, layout)[1]
+    """Of the fullest rank, where they are few, or memory is short; else of one that speaks for all."""
+    if question.asks_every_rank:
+        return fullest(question, schedule, layout)
+    one = _memory_of(question, schedule, layout, _asked(question, layout))
+    is_short = SHORT * question.memory_bytes < one.peak_bytes <= question.memory_bytes
+    return fullest(question, schedule, layout) if is_short else one
 
 
-def _fullest(question: Question, schedule: str, layout: str) -> tuple[int, Memory]:
-    """(rank, what it holds)."""
-    ranks = range(question.ranks) if question.ranks <= FEW_RANKS else [_asked(question, layout)]
-    every = [(rank, _memory_of(question, schedule, layout, rank)) for rank in ranks]
-    return max(every, key=lambda pair: pair[1].peak_bytes)
+def fullest(question: Question, schedule: str, layout: str) -> Memory:
+    """Of all ranks, or of those among which the fullest of many are: at both ends, and around the middle.
+
+    What waits where goes by turns from rank to rank, and differs between those that begin early and late. Where heads
+    are dealt, and do not come out even, there are more kinds of ranks, which are counted in less time.
+    """
+    ranks, middle = question.ranks, question.ranks // 2
+    each = FEW_RANKS if schedule in ("ulysses", "hybrid") else 4
+    ends = (*range(each), *range(ranks - each, ranks), *range(middle - each, middle + each))
+    some = {_asked(question, layout), *(rank for rank in ends if 0 <= rank < ranks)}
+    every = range(ranks) if question.asks_every_rank else sorted(some)
+    return max((_memory_of(question, schedule, layout, rank) for rank in every), key=lambda one: one.peak_bytes)
 
 
 @lru_cache(maxsize=256)
@@ -477,7 +497,7 @@ def _memory_of(question: Question, schedule: str, layout: str, rank: int) -> Mem
         ).components
         for phase in PHASES
     )
-    return Memory(forward, backward, question.saved_bytes, question.layers)
+    return Memory(rank, forward, backward, question.saved_bytes, question.layers)
 
 
 # -------------------------------------------------------------------------------------------- which to take
@@ -564,7 +584,7 @@ def _how_it_moves(best: Choice) -> str:
 class Longest:
     """The longest sequence that fits, in whole granules, checked: at `tokens` it fits, a granule more does not.
 
-    is_at_least: more was not looked at, since small windows and segments are many tiles to count.
+    is_at_least: more was not looked at, since small segments are many tiles to count.
     """
 
     schedule: str
@@ -576,32 +596,56 @@ class Longest:
     is_at_least: bool = False
 
 
-def longest(question: Question, schedule: str, layout: str) -> Longest:
+def longest(question: Question, schedule: str, layout: str, *, is_rough: bool = False) -> Longest:
     """In blocks of tokens on every rank, whatever the question's own length: of LongNet's in whole segments.
 
     Segments that ranks share make them hold more, and nobody deals a long sequence across them on purpose. They are
-    the largest of which a rank holds many, so that the answer is no coarser than a fiftieth.
+    the largest of which a rank holds many, so that the answer is no coarser than a fiftieth. `is_rough`: where there
+    are many ranks one of them speaks for all, which takes moments.
     """
-    segments = [w for w, _ in question.pattern.branches] if isinstance(question.pattern, Dilated) else []
-    for block in sorted({w for w in segments if w > A_BLOCK}, reverse=True):
+    *blocks, last = _blocks(question.pattern)
+    for block in blocks:
         if _likely_tokens(question) < MANY_BLOCKS * block:
             continue
-        found = _longest(question, schedule, layout, block)
-        if found.tokens >= MANY_BLOCKS * found.granule:
+        found = _longest(question, schedule, layout, block, is_rough)
+        if found.is_at_least or found.tokens >= MANY_BLOCKS * found.granule:
             return found
-    return _longest(question, schedule, layout, A_BLOCK)
+    return _longest(question, schedule, layout, last, is_rough)
 
 
-def _longest(question: Question, schedule: str, layout: str, block: int) -> Longest:
+def _blocks(pattern: Pattern) -> list[int]:
+    """In which all segments come out even, or but for the longest of them; the largest first, and no small ones."""
+    segments = sorted({w for w, _ in pattern.branches}) if isinstance(pattern, Dilated) else []
+    even = [length * -(-A_BLOCK // length) for length in accumulate(segments, lcm)]
+    found = sorted(set(even), reverse=True)
+    return found if found and segments[0] <= A_BLOCK else [*found, A_BLOCK]
+
+
+def _longest(question: Question, schedule: str, layout: str, block: int, is_rough: bool) -> Longest:
+    """Found by ranks that speak for the others; where another one does not fit, it speaks as well."""
     granule = block * question.ranks
-
-    def needs(granules: int) -> int:
-        return memory(replace(question, tokens=granules * granule), schedule, layout).peak_bytes
-
     most = max(1, _countable_tokens(question, schedule) // granule)
     guess = min(most, max(1, _likely_tokens(question) // block))
-    count, at, beyond = last_that_fits(needs, question.memory_bytes, first_guess=guess, most=most)
-    return Longest(schedule, layout, count * granule, granule, at, beyond, is_at_least=count == most)
+    is_few = question.asks_every_rank
+    speakers = list(range(question.ranks)) if is_few else [_asked(replace(question, tokens=granule), layout)]
+
+    def at_length(granules: int) -> Question:
+        return replace(question, tokens=granules * granule)
+
+    def needs(granules: int) -> int:
+        every = (_memory_of(at_length(granules), schedule, layout, rank) for rank in speakers)
+        return max(one.peak_bytes for one in every)
+
+    while True:
+        count, at, beyond = last_that_fits(needs, question.memory_bytes, first_guess=guess, most=most)
+        found = Longest(schedule, layout, count * granule, granule, at, beyond, is_at_least=count == most)
+        if is_few or is_rough or not count:
+            return found
+        full = fullest(at_length(count), schedule, layout)
+        if full.peak_bytes <= question.memory_bytes:
+            return replace(found, bytes_at=full.peak_bytes)
+        speakers.append(full.rank)
+        guess = max(1, count * question.memory_bytes // full.peak_bytes)
 
 
 def _likely_tokens(question: Question) -> int:
@@ -611,14 +655,11 @@ def _likely_tokens(question: Question) -> int:
 
 
 def _countable_tokens(question: Question, schedule: str) -> int:
-    """So many at most, that a rank's tiles are counted in moments; segments that repeat are counted as one."""
-    pattern = question.pattern
-    if isinstance(pattern, Dilated):
-        smallest = MOST_TOKENS if is_counted_quickly(question, schedule) else min(w for w, _ in pattern.branches)
-    else:
-        lo, hi = pattern.only_limits or (None, None)
-        smallest = MOST_TOKENS if lo is None else 1 - lo + max(0, hi or 0)
-    return min(MOST_TOKENS, smallest * TILES_COUNTED * question.ranks)
+    """So many at most, that a rank's tiles are counted in moments; segments that repeat are counted by thousands."""
+    if not isinstance(question.pattern, Dilated):
+        return MOST_TOKENS
+    counted = SEGMENTS_COUNTED if is_counted_quickly(question, schedule) else ONE_BY_ONE
+    return min(MOST_TOKENS, min(w for w, _ in question.pattern.branches) * counted * question.ranks)
 
 
 def last_that_fits(

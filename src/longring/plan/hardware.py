@@ -20,6 +20,8 @@ BUILT_IN = Path(__file__).with_name("hardware.toml")
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 """Bytes of a number, by the name of its type."""
 
+TINY, HUGE = 1e-15, 1e30  # no machine has numbers beyond, and sums of them stay numbers
+
 RATED_HEAD_DIM = 128
 PER_PAIR = {"forward": 0.23, "backward": 0.15}
 """Share of the time at the rated head dim that a pair of query and key costs whatever its head dim (the exponential).
@@ -86,10 +88,11 @@ class Hardware:
 def hardware(name: str, file: Path | None = None) -> Hardware:
     """The machine of this name, from a file if it has it, else one that longring knows."""
     known = all_hardware(file)
-    if name not in known:
+    found = known.get(name) or known.get(name.lower())  # ours are all in small letters, whatever is on the box
+    if found is None:
         where = "" if file is None else f", {file} included"
         raise ArgumentError(f"hardware {name!r} is unknown{where}; there is {', '.join(known)}")
-    return known[name]
+    return found
 
 
 def link(name: str, file: Path | None = None) -> Link:
@@ -220,6 +223,8 @@ def _number(entry: dict[str, Any], key: str, where: str, least: float | None = N
     if not is_number or not (value > 0 if least is None else value >= least) or value == float("inf"):
         what = "a number above 0" if least is None else f"a number from {least:g} on"
         raise ArgumentError(f"{where} {key} must be {what}, got {value!r}")
+    if value and not TINY <= value <= HUGE:
+        raise ArgumentError(f"{where} {key} must be from {TINY:g} to {HUGE:g}, got {value!r}")
     return float(value)
 
 
