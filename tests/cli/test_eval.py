@@ -16,13 +16,14 @@ SMALL = ("--context", "96", "--dim", "16", "--layers", "1", "--heads", "2", "--d
 PYTHON = (sys.executable, "-m", "longring")
 
 
-def longring(*arguments, before=PYTHON):
+def longring(*arguments, before=PYTHON, cwd=None):
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
         [str(word) for word in (*before, *arguments)],
         capture_output=True,
         text=True,
         timeout=110,
+        cwd=cwd,
         env={**inherited, "NO_COLOR": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "80"},
     )
 
@@ -82,6 +83,31 @@ def test_a_table_says_the_same_as_the_record_on_other_ranks_of_a_world_that_was_
     assert float(row[8]) == pytest.approx(far["gain"], abs=2e-4)
     assert "What lies beyond 16 tokens " in done.stdout
     assert max(map(len, done.stdout.splitlines()[2:])) <= 100
+
+
+def test_data_that_changed_or_is_gone_is_told(tmp_path):
+    """And data that was named by a relative path is found from elsewhere, without the run that lies in it."""
+    data = tmp_path / "words"
+    data.mkdir()
+    for number in range(20):
+        (data / f"{number:02}.txt").write_text("ring token rank key " * 10)
+    words = ("--data", os.path.relpath(data), "--ranks", 1, "--out", data / "run", *SMALL, "--steps", 2)
+    done = longring("train", *words)
+    assert done.returncode == 0, done.stderr
+    (data / "run" / "lock").unlink()
+    question = ("eval", data / "run", "--ranks", 1, "--device", "cpu", "--sequences", 1)
+    done = longring(*question, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["notes"] == []
+    (data / "new.txt").write_text("ring " * 20)
+    note = "words has changed since the run was trained on it: it may have seen some of what is held out now"
+    assert json.loads(longring(*question, "--json").stdout)["notes"] == [note]
+    assert note in longring(*question).stdout.splitlines()
+    assert note not in longring(*question, "--data", data).stdout
+    data.rename(tmp_path / "moved")
+    done = longring("eval", tmp_path / "moved" / "run", *question[2:])
+    assert done.returncode == 2
+    assert done.stderr == f"error: the run's own --data, {data}, is not there; say where it is, by --data PATH\n"
 
 
 def test_keys_are_asked_for_at_each_depth(run):

@@ -189,6 +189,16 @@ def test_torchrun_starts_it_anew_and_it_goes_on_by_itself(whole, data, tmp_path)
     assert losses(tmp_path) == losses(whole[1])
 
 
+def test_other_ranks_go_on_with_the_batch_of_before_unless_one_is_named(data, tmp_path):
+    arguments = ("--data", data, "--context-ranks", 1, "--out", tmp_path, *SMALL, "--json")
+    ends = [("--ranks", 2, "--steps", 2), ("--ranks", 1, "--steps", 3), ("--ranks", 1, "--steps", 4, "--batch", 1)]
+    runs = [longring(*arguments, *end) for end in ends]
+    assert [done.stderr for done in runs] == ["", "", ""]
+    told = [json.loads(done.stdout) for done in runs]
+    assert [one["arguments"]["batch"] for one in told] == [2, 2, 1]
+    assert ["--batch 1" in " ".join(one["notes"]) for one in told] == [False, True, False]
+
+
 # ------------------------------------------------------------------------------------------------------ the plan
 
 

@@ -90,6 +90,13 @@ def test_runs_are_no_data(tmp_path):
     assert corpus.describe().endswith("; left out: 2 folders of a run")
 
 
+def test_a_file_that_is_merely_called_lock_is_data(tmp_path):
+    for name, text in {"a": "a", "b": "[1]", "c": '{"process": 1}', "d": "[" * 2000}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").write_text(text)
+    assert open_corpus(tmp_path).documents == 4
+
+
 def test_a_link_may_be_named(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "a.txt").write_text("a")

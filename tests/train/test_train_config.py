@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from longring import ArgumentError, Dense, Dilated
 from longring.train.config import Config, differences, read
-from longring.train.job import learning_rate
+from longring.train.job import learning_rate, new_model
 
 
 def test_nothing_said_is_something_small_on_cores_and_larger_on_gpus():
@@ -21,7 +22,7 @@ def test_nothing_said_is_something_small_on_cores_and_larger_on_gpus():
     assert (on_cores.batch, on_cores.warmup, on_cores.kv_heads) == (1, 10, 4)
     told = on_cores.as_json()
     assert Config(**json.loads(json.dumps(told))) == on_cores
-    left_open = {"data", "weights", "node_ranks", "feedforward", "window", "dilated"}
+    left_open = {"data", "weights", "node_ranks", "window", "dilated"}
     assert {name for name, value in told.items() if value is None} == left_open
 
 
@@ -44,13 +45,16 @@ def test_a_flag_wins_over_the_file_and_both_over_nothing(tmp_path):
     [
         ("contxt = 5", "no such setting, 'contxt'; did you mean context?"),
         ("zzz = 5", "no such setting, 'zzz'; known are data, kind, "),
-        ("[model]\ndim = 5", "--model must be one of decoder, longnet; got {'dim': 5}"),
+        ("[model]\ndim = 5", ": [model] is a table, and none are taken; settings stand on their own"),
+        ("[train]\ndim = 5", ": [train] is a table, and none are taken"),
+        ("context-ranks = 2\ncontext_ranks = 4", ": context_ranks is said twice, with - and with _"),
         ("layers = ", "is not TOML"),
         ('layers = "many"', "--layers must be a number like"),
         ("layers = 1.5", "--layers must be a whole number of at least 1, got 1.5"),
         ("layers = true", "--layers must be a whole number of at least 1, got True"),
         ("learning_rate = 0", "--learning-rate must be a number above 0, got 0.0"),
         ("clip = -1", "--clip must be a number of at least 0, got -1.0"),
+        ("timeout = true", "--timeout must be 0.1 to 10,000,000 seconds, got True"),
         ("timeout = inf", "--timeout must be 0.1 to 10,000,000 seconds, got inf"),
         ("learning_rate = nan", "--learning-rate must be a number above 0, got nan"),
         ("fsdp = 1", "--fsdp must be true or false, got 1"),
@@ -66,6 +70,19 @@ def test_what_a_file_may_not_say(tmp_path, text, said):
     with pytest.raises(ArgumentError) as refused:
         read({}, file)
     assert said in str(refused.value)
+
+
+def test_seconds_may_be_a_whole_number(tmp_path):
+    (tmp_path / "run.toml").write_text("timeout = 60")
+    assert read({}, tmp_path / "run.toml").timeout == 60.0
+
+
+@pytest.mark.parametrize("model", ["decoder", "longnet"])
+@pytest.mark.parametrize("dim", [24, 48, 96])
+def test_the_width_inside_a_layer_is_the_one_that_the_model_has_by_itself(model, dim):
+    settled = Config(model=model, dim=dim, heads=2, layers=1).settled(device="cpu", ranks=1)
+    said, unsaid = (new_model(one, 257, device="meta") for one in (settled, replace(settled, feedforward=None)))
+    assert [one.shape for one in said.parameters()] == [one.shape for one in unsaid.parameters()]
 
 
 def test_a_file_that_cannot_be_read(tmp_path):

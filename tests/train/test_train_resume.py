@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 from training_curves import SMALL, launched, losses, refusals, settings, write_corpus
 
 from longring import ArgumentError, RankFailed, launch
+from longring.train.job import Job
 from longring.train.tasks import corpus_of
 
 pytestmark = pytest.mark.processes
@@ -69,6 +74,69 @@ def test_a_finished_run_has_nothing_to_do_until_there_are_more_steps(corpus, tmp
     (more,) = launched([settings(1, tmp_path, steps=5, **words)])
     assert (more.steps, more.resumed_from) == (5, 3)
     assert len(losses(tmp_path)) == 5
+
+
+def test_a_batch_that_nobody_named_stays_that_of_the_checkpoint(corpus, whole, tmp_path):
+    """Two rings took a sequence each; one ring takes both, one after the other, and three cannot."""
+    words = {"data": corpus, "steps": STEPS, "batch": None, "context_ranks": 1}
+    launched([settings(2, tmp_path, **words)], stop_in_step=4, keeps_batch=True)
+    (text,) = launch(refusals, [settings(3, tmp_path, **words)], True, ranks=3, timeout=60)[0]
+    assert text.startswith(
+        f"--batch was 2 in {tmp_path}, which is no multiple of data ranks times --micro-batch, now 3 x 1"
+    )
+    assert "say --batch 3 " in text
+    (report,) = launched([settings(1, tmp_path, **words)], keeps_batch=True)
+    assert (report.resumed_from, report.batch) == (4, 2)
+    assert "a step stays at 2 sequences, as saved; by itself it would be 1 on 1 ring (--batch 1)" in report.notes
+    assert json.loads((tmp_path / "config.json").read_text())["batch"] == 2
+    assert max(abs(a - b) for a, b in zip(losses(tmp_path), whole, strict=True)) < 1e-9
+
+
+def test_a_run_goes_on_with_the_decay_of_now(tmp_path):
+    """Of matrices, and still of nothing else."""
+    was, now = (
+        Job(
+            settings(1, tmp_path, weight_decay=decay), SimpleNamespace(device=torch.device("cpu")), None, vocabulary=257
+        )
+        for decay in (0.1, 0.5)
+    )
+    now.restore(was.state(), was.own_state(), taken=3)
+    assert [group["weight_decay"] for group in now.optimiser.param_groups] == [0.5, 0.0]
+
+
+def test_a_checkpoint_that_left_the_width_of_layers_open_goes_on(corpus, tmp_path):
+    config = settings(1, tmp_path, data=corpus, steps=4)
+    launched([replace(config, feedforward=None)], stop_in_step=2)
+    (report,) = launched([config])
+    assert (report.resumed_from, report.steps) == (2, 4)
+    wider = settings(1, tmp_path, data=corpus, steps=4, feedforward=129)
+    (text,) = launch(refusals, [wider], ranks=1, timeout=60)[0]
+    assert "--feedforward was 128 and is 129" in text
+
+
+def test_the_same_data_by_another_path_goes_on_and_changed_data_does_not(tmp_path):
+    data = write_corpus(tmp_path / "text")
+    out = tmp_path / "out"
+    launched([settings(1, out, data=os.path.relpath(data), steps=4)], stop_in_step=2)
+    assert json.loads((out / "config.json").read_text())["data"] == str(data)
+    (tmp_path / "link").symlink_to(data)
+    (report,) = launched([settings(1, out, data=str(tmp_path / "link"), steps=4)], stop_in_step=1)
+    assert (report.resumed_from, report.steps) == (2, 3)
+    (data / "new.txt").write_text("new")
+    (text,) = launch(refusals, [settings(1, out, data=str(data), steps=4)], ranks=1, timeout=60)[0]
+    assert "the data is called text as before, but its files have changed since, or are others" in text
+
+
+def test_a_start_that_was_refused_leaves_no_data(corpus, tmp_path):
+    """Its lock is there; but what other runs read stays the same."""
+    data = write_corpus(tmp_path / "project")
+    before = corpus_of(settings(1, tmp_path / "elsewhere", data=str(data)))
+    refused = settings(1, data / "out", data=str(data), weights=str(tmp_path / "nowhere"))
+    assert "--weights" in launch(refusals, [refused], ranks=1, timeout=60)[0][0]
+    assert [path.name for path in (data / "out").iterdir()] == ["lock"]
+    after = corpus_of(settings(1, tmp_path / "elsewhere", data=str(data)))
+    assert after.fingerprint == before.fingerprint
+    assert after.describe().endswith("; left out: 1 folder of a run")
 
 
 def test_a_run_inside_its_data_goes_on(tmp_path):

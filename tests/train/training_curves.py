@@ -56,17 +56,17 @@ def settings(ranks: int, out: Path, **words: Any) -> Any:
     return read({**SMALL, **words, "out": out}).settled(device="cpu", ranks=ranks)
 
 
-def run_all(configs: list[Any], stop_in_step: int | None = None) -> list[Any]:
+def run_all(configs: list[Any], stop_in_step: int | None = None, keeps_batch: bool = False) -> list[Any]:
     """On each rank, one run after the other: their reports."""
-    return [train(config, stopping=After(stop_in_step)) for config in configs]
+    return [train(config, stopping=After(stop_in_step), keeps_batch=keeps_batch) for config in configs]
 
 
-def refusals(configs: list[Any]) -> list[str]:
+def refusals(configs: list[Any], keeps_batch: bool = False) -> list[str]:
     """What each of them is refused with."""
     texts = []
     for config in configs:
         try:
-            train(config, stopping=Stopping())
+            train(config, stopping=Stopping(), keeps_batch=keeps_batch)
         except lr.ArgumentError as refusal:
             texts.append(str(refusal))
     return texts
@@ -87,9 +87,9 @@ def _column(out: Path, name: str) -> list[float]:
     return [record[name] for record in records]
 
 
-def launched(configs: list[Any], stop_in_step: int | None = None) -> list[Any]:
+def launched(configs: list[Any], stop_in_step: int | None = None, keeps_batch: bool = False) -> list[Any]:
     """Reports of the first rank; all ranks tell the same."""
-    every = lr.launch(run_all, configs, stop_in_step, ranks=configs[0].ranks, timeout=110)
+    every = lr.launch(run_all, configs, stop_in_step, keeps_batch, ranks=configs[0].ranks, timeout=110)
     for reports in every[1:]:
         for ours, theirs in zip(every[0], reports, strict=True):
             assert (ours.steps, ours.last_loss) == (theirs.steps, theirs.last_loss)

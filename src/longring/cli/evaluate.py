@@ -201,7 +201,8 @@ def _several(count: int, thing: str) -> str:
 
 
 def _print_positions(console: Any, found: ByPosition) -> None:
-    console.print(f"{found.split} part of {found.corpus}", markup=False, soft_wrap=True)
+    for line in (f"{found.split} part of {found.corpus}", *found.notes):
+        console.print(line, markup=False, soft_wrap=True)
     title = f"{_several(found.sequences, 'sequence')} of {spoken_count(found.context)} tokens: loss, in nats a token"
     numbers = ("a token sees", "tokens", "loss", "+-", "perplexity")
     if found.window is not None:

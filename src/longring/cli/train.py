@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -84,7 +85,7 @@ def train(
     ] = None,
     device: Annotated[str | None, named("--device", "cpu, cuda, or auto: GPUs where there are.", "auto")] = None,
     steps: Annotated[int | None, counted("--steps", "Steps of the whole run.", "100")] = None,
-    batch: Annotated[int | None, counted("--batch", "Sequences of a step, over all ranks.", "one a ring")] = None,
+    batch: Annotated[int | None, counted("--batch", "Sequences of a step.", "one a ring, or as saved")] = None,
     micro_batch: Annotated[
         int | None, counted("--micro-batch", "Sequences of a ring at a time; their gradients add up.", "1")
     ] = None,
@@ -137,9 +138,9 @@ def train(
     if dry_run:
         _plan(settled, as_json)
         return
-    report = _trained(settled, quiet=as_json)
+    report = _trained(settled, quiet=as_json, keeps_batch=asked.batch is None)
     if joining.is_first():
-        _conclude(settled, report, as_json)
+        _conclude(replace(settled, batch=report.batch), report, as_json)
 
 
 # ------------------------------------------------------------------------------------------------------ the ranks
@@ -151,28 +152,29 @@ def _settled(asked: Config) -> Config:
     return asked.settled(device=device, ranks=ranks)
 
 
-def _trained(config: Config, *, quiet: bool) -> Report:
+def _trained(config: Config, *, quiet: bool, keeps_batch: bool) -> Report:
     from ..train.stopping import passed_on
 
     world: dict[str, Any] = {"ranks": config.ranks, "device": config.device}
     if joining.is_joined():
-        return joining.on_ranks(_on_a_rank, config, None, quiet, **world)
+        return joining.on_ranks(_on_a_rank, config, None, quiet, keeps_batch, **world)
     with tempfile.TemporaryDirectory(prefix="longring-train-") as folder, passed_on(Path(folder) / "stop") as stop:
         try:
-            return joining.on_ranks(_on_a_rank, config, stop, quiet, **world)
+            return joining.on_ranks(_on_a_rank, config, stop, quiet, keeps_batch, **world)
         except RankFailed as failure:
             if stop.exists() and failure.error_type is None and failure.signal is None:  # Ctrl-C before it began
                 raise KeyboardInterrupt from failure
             raise
 
 
-def _on_a_rank(config: Config, stop: Path | None, quiet: bool) -> Report:
+def _on_a_rank(config: Config, stop: Path | None, quiet: bool, keeps_batch: bool) -> Report:
     from ..train.run import train
     from ..train.stopping import Stopping
 
     stopping = Stopping(stop)
     with stopping.listening():
-        return train(config, stopping=stopping, listener=None if quiet else Screen(config))
+        listener = None if quiet else Screen(config)
+        return train(config, stopping=stopping, listener=listener, keeps_batch=keeps_batch)
 
 
 class Screen:

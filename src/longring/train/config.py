@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -149,7 +150,9 @@ class Config:
         found |= {"device": device, "ranks": ranks, "context_ranks": context_ranks}
         whole = replace(self, **found)
         found = {
+            "data": None if whole.data is None else os.path.abspath(whole.data),  # found again from other folders
             "kv_heads": whole.kv_heads or whole.heads,
+            "feedforward": whole.feedforward or usual_feedforward(whole.model, whole.dim),
             "batch": whole.batch or data_ranks * whole.micro_batch,
             "warmup": max(1, whole.steps // 10) if whole.warmup is None else whole.warmup,
             "dilated": whole.dilated or (usual_branches(whole.context) if whole.model == "longnet" else None),
@@ -200,6 +203,11 @@ def differences(config: Config, was: Mapping[str, Any], names: Iterable[str]) ->
     return [f"{spelt(name)} was {was.get(name)} and is {now[name]}" for name in names if now[name] != was.get(name)]
 
 
+def completed(was: Mapping[str, Any]) -> dict[str, Any]:
+    """A config that was saved, with what older versions left open in it."""
+    return {**was, "feedforward": was.get("feedforward") or usual_feedforward(was["model"], was["dim"])}
+
+
 def branches(text: str) -> list[tuple[int, int]]:
     """(segment length, dilation rate) of each of LongNet's branches in "2048:1,4096:2"."""
     found = []
@@ -225,6 +233,12 @@ def usual_branches(context: int | None) -> str:
     return ",".join(f"{min(context, NEAR * rate)}:{rate}" for rate in rates)
 
 
+def usual_feedforward(model: str, dim: int | None) -> int:
+    """The width inside a layer that the models have by themselves."""
+    assert dim is not None
+    return 4 * dim if model == "longnet" else -(-8 * dim // 3 // 64) * 64
+
+
 # ------------------------------------------------------------------------------------------------------- reading
 
 
@@ -237,7 +251,17 @@ def _of_file(path: Path) -> dict[str, Any]:
         told = tomllib.loads(text)
     except tomllib.TOMLDecodeError as failure:
         raise ArgumentError(f"--config {path} is not TOML: {failure}") from failure
-    return {_known(name, path): value for name, value in told.items()}
+    found: dict[str, Any] = {}
+    for name, value in told.items():
+        if isinstance(value, dict):
+            raise ArgumentError(
+                f"--config {path}: [{name}] is a table, and none are taken; settings stand on their own"
+            )
+        known = _known(name, path)
+        if known in found:
+            raise ArgumentError(f"--config {path}: {known} is said twice, with - and with _; leave one of them out")
+        found[known] = value
+    return found
 
 
 def _known(name: str, path: Path) -> str:
@@ -257,7 +281,7 @@ def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
 def _read(name: str, value: Any) -> Any:
     if name in COUNTS and isinstance(value, str):
         return count(value, of=spelt(name), least=COUNTS[name])
-    if (name in RATES or name in SHARES) and type(value) is int:
+    if (name in RATES or name in SHARES or name == "timeout") and type(value) is int:
         return float(value)
     return str(value) if isinstance(value, Path) else value
 

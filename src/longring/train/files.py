@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ..errors import ArgumentError, DataChanged
 from ..plan.quantities import spoken_bytes
+from .checkpoints.claims import LOCK, is_lock
 
 HEAD, SAMPLE = 8192, 4096  # bytes looked at: at the beginning, and in the middle and at the end
 STREAM = 1 << 22  # bytes in memory while a file is read through
@@ -120,10 +121,13 @@ def _names(
 
 
 def _is_run(folder: Path, without: Path | None) -> bool:
-    """Whether it is the folder that a run is to have, or has: by what the first step leaves there."""
+    """Whether it is the folder that a run is to have, or has: by its lock, which a refused start leaves, too.
+
+    Where the system has no locks nobody signs them, and it takes what the first step leaves.
+    """
     if without is not None and folder.resolve() == without:
         return True
-    return all((folder / name).is_file() for name in ("config.json", "metrics.jsonl", "lock"))
+    return is_lock(folder / LOCK) or all((folder / name).is_file() for name in ("config.json", "metrics.jsonl", LOCK))
 
 
 def _refusal_of_unreadable(folder: Path, reasons: dict[str, str], most: int = 3) -> str:

@@ -161,8 +161,11 @@ class Job:
         return {"random": states.random_states()}
 
     def restore(self, state: dict[str, Any], own: dict[str, Any], *, taken: int) -> None:
-        """Go on from what both were filled with."""
+        """Go on from what both were filled with. The optimiser's settings are not among it: they are the config's."""
+        settings = [_settings(group) for group in self.optimiser.param_groups]
         states.restore(state, self.model, self.optimiser)
+        for group, said in zip(self.optimiser.param_groups, settings, strict=True):
+            group.update(said)
         states.set_random_states(own["random"])
         self.taken = taken
 
@@ -228,3 +231,8 @@ def _new_optimiser(model: nn.Module, config: Config) -> torch.optim.Optimizer:
         {"params": [one for one in parameters if one.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.learning_rate, betas=BETAS)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Of some of an optimiser's parameters: what decays, and how much, among them."""
+    return {name: value for name, value in group.items() if name != "params"}

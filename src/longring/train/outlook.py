@@ -103,8 +103,7 @@ def _memory(config: Config, best: Choice, parameters: int, vocabulary: int) -> d
     itemsize = ITEMSIZE[cast(str, config.dtype)]
     mine = -(-parameters // cast(int, config.ranks)) if config.fsdp else parameters
     dim, layers = cast(int, config.dim), cast(int, config.layers)
-    hidden = config.feedforward or 4 * dim
-    layer = rows * itemsize * (OF_WIDTH * dim + OF_HIDDEN * hidden)
+    layer = rows * itemsize * (OF_WIDTH * dim + OF_HIDDEN * cast(int, config.feedforward))
     is_thrifty = config.activation_checkpointing
     at_work = max(best.memory.forward_bytes, best.memory.backward_bytes)
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -14,7 +14,7 @@ from .. import __version__
 from ..errors import ArgumentError
 from ..schedules.labels import watching
 from . import checkpoints
-from .config import OF_THE_ORDER, OF_THE_WEIGHTS, Config, differences
+from .config import OF_THE_ORDER, OF_THE_WEIGHTS, Config, completed, differences
 from .job import Job, Taken
 from .metrics import Metrics
 from .small_files import put
@@ -45,6 +45,7 @@ class Report:
     is_stopped: bool = False  # before the last step, since somebody asked
     first_loss: float | None = None  # of this part of the run
     last_loss: float | None = None
+    batch: int = 0  # sequences of a step
     parameters: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -59,10 +60,14 @@ class Report:
         return asdict(self)
 
 
-def train(config: Config, *, stopping: Stopping, listener: Listener | None = None) -> Report:
-    """On every rank of an initialised process group; `config` is settled for it. The listener is the first rank's."""
+def train(config: Config, *, stopping: Stopping, listener: Listener | None = None, keeps_batch: bool = False) -> Report:
+    """On every rank of an initialised process group; `config` is settled for it. The listener is the first rank's.
+
+    keeps_batch:  a run that goes on takes its checkpoint's batch, and not the config's, which nobody named.
+    """
     world = World.joined(config)
-    return Run(config, world, task_of(config), listener if world.is_first else None).to_the_end(stopping)
+    run = Run(config, world, task_of(config), listener if world.is_first else None)
+    return run.to_the_end(stopping, keeps_batch=keeps_batch)
 
 
 class Run:
@@ -74,10 +79,11 @@ class Run:
         self.seconds = dict.fromkeys(("all", "attention", "communication"), 0.0)  # of all steps
         self.report.parameters = sum(parameter.numel() for parameter in self.job.model.parameters())
 
-    def to_the_end(self, stopping: Stopping) -> Report:
+    def to_the_end(self, stopping: Stopping, *, keeps_batch: bool) -> Report:
         try:
             with self.world.telling_of_lost_peers("resuming"):
-                self._resume()
+                self._resume(keeps_batch)
+            self.report.batch = cast(int, self.config.batch)
             began = time.perf_counter()
             self._go_on(stopping)
         finally:
@@ -157,7 +163,7 @@ class Run:
         about = {"config": config, "version": __version__, "resumed_from": report.resumed_from}
         return Metrics(self.folder, step=report.steps, about=about | {"corpus": report.corpus})
 
-    def _resume(self) -> None:
+    def _resume(self, keeps_batch: bool) -> None:
         self._make_folder()
         checkpoints.reserve(self.folder, group=dist.group.WORLD, timeout=self.config.timeout)
         found = checkpoints.find(self.folder, group=dist.group.WORLD, timeout=self.config.timeout)
@@ -169,12 +175,16 @@ class Run:
             self._begin()
             return
         self._check(found.about)
+        if keeps_batch:
+            self._keep_batch(int(found.about["config"]["batch"]))
         state, own = self.job.state(), self.job.own_state()
         checkpoints.load(found, state, per_rank=own, group=dist.group.WORLD, timeout=self.config.timeout)
         self.job.restore(state, own, taken=int(found.about["sequences"]))
         self.report.steps = self.report.resumed_from = found.step
         self.report.checkpoint = str(found.path)
-        self._note(f"resumed from step {found.step:,} in {self.folder}, which {_ranks(found.ranks)} had saved")
+        self._note(
+            f"resumed from step {found.step:,} in {self.folder}, which {_several(found.ranks, 'rank')} had saved"
+        )
 
     def _begin(self) -> None:
         """With fresh weights, or with another run's."""
@@ -193,16 +203,33 @@ class Run:
 
     def _check(self, about: dict[str, Any]) -> None:
         """Refuse to go on with other weights or another order of the data, rather than with a part of them."""
-        was = about["config"]
+        was = completed(about["config"])
         wrong = differences(self.config, was, (*OF_THE_WEIGHTS, *OF_THE_ORDER))
         if (self.config.dtype == "fp64") != (was.get("dtype") == "fp64"):  # fp32 and bf16 keep the same weights
             wrong += differences(self.config, was, ("dtype",))
         if about["fingerprint"] != self.task.fingerprint:
-            wrong.append(f"the data was {about['corpus']} and is {self.task.name}, or has changed since")
+            wrong.append(_other_data(about["corpus"], self.task.name))
         if wrong:
             raise ArgumentError(
                 f"--out {self.folder} holds another run: {'; '.join(wrong)}. Say the same, or another --out"
             )
+
+    def _keep_batch(self, batch: int) -> None:
+        """A batch that nobody named follows the number of rings; but a run that goes on follows its losses."""
+        config = self.config
+        if batch == config.batch:
+            return
+        if batch % (config.data_ranks * config.micro_batch):
+            raise ArgumentError(
+                f"--batch was {batch} in {self.folder}, which is no multiple of data ranks times --micro-batch, now "
+                f"{config.data_ranks} x {config.micro_batch}. Take other ranks, or say --batch {config.batch} for "
+                "another batch from here on"
+            )
+        self.config = self.job.config = replace(config, batch=batch)
+        self._note(
+            f"a step stays at {_several(batch, 'sequence')}, as saved; by itself it would be {config.batch} on "
+            f"{_several(config.data_ranks, 'ring')} (--batch {config.batch})"
+        )
 
     def _save(self) -> None:
         about = {
@@ -230,5 +257,11 @@ class Run:
             self.listener.note(text)
 
 
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' if count != 1 else ''}"
+def _other_data(was: str, name: str) -> str:
+    if was != name:
+        return f"the data was {was} and is {name}, or has changed since"
+    return f"the data is called {name} as before, but its files have changed since, or are others"
+
+
+def _several(count: int, thing: str) -> str:
+    return f"{count} {thing}{'s' if count != 1 else ''}"

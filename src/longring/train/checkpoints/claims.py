@@ -15,6 +15,8 @@ from ...errors import CheckpointError
 from .meeting import Meeting
 
 LOCK = "lock"
+SIGNATURE = 1000  # bytes, at most
+_NO_SIGNATURE = (ValueError, KeyError, TypeError, RecursionError)
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
@@ -65,6 +67,18 @@ def release(folder: Path) -> None:
         os.close(held.lock)
 
 
+def is_lock(path: Path) -> bool:
+    """Whether it is what a claim leaves, now or once, and not another file of that name."""
+    if not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            _signature(file.read(SIGNATURE))
+    except (OSError, *_NO_SIGNATURE):
+        return False
+    return True
+
+
 def _is_ours(folder: Path) -> bool:
     held = _held.get(folder)
     if held is None or held.process != os.getpid():
@@ -110,7 +124,11 @@ def _sign(lock: int) -> None:
 
 def _owner(lock: int) -> str:
     try:
-        owner = json.loads(os.pread(lock, 1000, 0))
-        return f"process {owner['process']} on {owner['host']}, since {owner['since']}"
-    except (ValueError, KeyError, TypeError):
+        return _signature(os.pread(lock, SIGNATURE, 0))
+    except _NO_SIGNATURE:
         return "it has not said who it is"
+
+
+def _signature(told: bytes) -> str:
+    owner = json.loads(told)
+    return f"process {owner['process']} on {owner['host']}, since {owner['since']}"

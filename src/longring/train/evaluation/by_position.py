@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ...errors import ArgumentError
 from ..batches import Sequence_, Sequences
-from ..config import Config
 from ..corpus import Corpus, open_corpus
 from .cutting import cut
 from .subject import Listener, Setting, Subject
@@ -72,6 +71,7 @@ class ByPosition:
     buckets: list[Bucket]
     beyond: Bucket | None  # those that see more than the window
     everything: Bucket
+    notes: list[str]  # what to know before one believes the numbers
 
     def as_json(self) -> dict[str, Any]:
         found = asdict(self)
@@ -106,6 +106,7 @@ def by_position(setting: Setting, asked: Asked, listener: Listener | None = None
         if asked.window is None
         else _bucket(asked.window + 1, sequences.context, table[:, :, -1], asked.window),
         everything=_bucket(1, sequences.context, table[:, :, :-1].sum(2), asked.window),
+        notes=_notes(subject, asked, sequences.corpus),
     )
 
 
@@ -113,7 +114,7 @@ def _sequences(subject: Subject, asked: Asked) -> Sequences:
     config = subject.config
     if asked.data is None and config.task != "language":
         raise ArgumentError(f"this run learned the task {config.task}, not text: say --passkey, or --data PATH")
-    corpus = _corpus(asked, config)
+    corpus = _corpus(asked, subject)
     if corpus.vocabulary != subject.vocabulary:
         raise ArgumentError(
             f"{corpus.name} has a vocabulary of {corpus.vocabulary}, but the model one of {subject.vocabulary}; "
@@ -122,11 +123,23 @@ def _sequences(subject: Subject, asked: Asked) -> Sequences:
     return Sequences(corpus, context=cast(int, config.context), seed=asked.seed, split=asked.split)
 
 
-def _corpus(asked: Asked, config: Config) -> Corpus:
+def _corpus(asked: Asked, subject: Subject) -> Corpus:
     if asked.data is not None:
         return open_corpus(Path(asked.data), kind=asked.kind or "auto", case=asked.case or "kept")
+    config, folder = subject.config, subject.checkpoint.folder
     path = None if config.data is None else Path(config.data)
-    return open_corpus(path, kind=asked.kind or config.kind, case=asked.case or config.case)
+    if path is not None and not path.exists():
+        raise ArgumentError(f"the run's own --data, {path}, is not there; say where it is, by --data PATH")
+    return open_corpus(path, kind=asked.kind or config.kind, case=asked.case or config.case, without=folder)
+
+
+def _notes(subject: Subject, asked: Asked, corpus: Corpus) -> list[str]:
+    """Of data that was read otherwise than the run did, nothing is known."""
+    config = subject.config
+    is_as_trained = asked.data is None and asked.kind in (None, config.kind) and asked.case in (None, config.case)
+    if not is_as_trained or corpus.fingerprint == subject.checkpoint.about["fingerprint"]:
+        return []
+    return [f"{corpus.name} has changed since the run was trained on it: it may have seen some of what is held out now"]
 
 
 def _count(sequences: Sequences, asked: Asked) -> int:
