@@ -166,6 +166,18 @@ def test_how_many_do_i_need():
 # -------------------------------------------------------------------------------------------------- hardware
 
 
+def test_a_node_of_more_ranks_than_there_are_is_told():
+    page = longring("--tokens", "1", "--ranks", "64", "--nodes", "1", "--heads", "7", "--kv-heads", "1").stdout
+    assert page.startswith("1 token, causal, over 64 ranks")
+    assert "7 query and 1 kv head of 128" in page
+    assert "64 ranks share a node here, joined by nvlink4; of h200 8 do." in page
+
+
+def test_one_schedule_alone_is_that_one_to_the_last_line():
+    shape = ("--tokens", "64K", "--ranks", "4", "--heads", "8", "--dilated", "2048:1,4096:2")
+    assert told(*shape, "--schedule", "ulysses")["longest"]["schedule"] == "ulysses"
+
+
 def test_hardware_is_listed():
     page, found = longring("--hardware", "list"), told("--hardware", "list")
     assert page.returncode == 0

@@ -140,9 +140,9 @@ def scene(question: Question) -> list[str]:
     batch = "" if question.batch == 1 else f"{question.batch} x "
     aside = f", {spoken_bytes(question.reserve_bytes)} of it set aside" if question.reserve_bytes else ""
     return [
-        f"{batch}{question.tokens:,} tokens, {_pattern(question)}, over {_many(question.ranks, 'rank')}{nodes}: "
+        f"{batch}{_many(question.tokens, 'token')}, {_pattern(question)}, over {_many(question.ranks, 'rank')}{nodes}: "
         f"{question.local_tokens:,} a rank.",
-        f"{question.heads} query and {question.kv_heads} kv heads of {question.head_dim}, {question.dtype}, "
+        f"{question.heads} query and {_many(question.kv_heads, 'kv head')} of {question.head_dim}, {question.dtype}, "
         f"{_many(question.layers, 'layer')}.",
         f"{machine.title}; {links}; {spoken_bytes(machine.memory_bytes)} for tensors{aside}.",
     ]
@@ -219,6 +219,7 @@ def _small_print(found: Forecast) -> list[str]:
         "hides: forward/backward, whether less than 2 % of the time is waiting; from: tokens a rank from which on that "
         "is so, if computing grows by one power of them more than what is waited for.",
         *(f"Left out: {line}." for line in found.left_out),
+        *_crowded(found.question),
         COUNTED,
         f"Rates of {found.question.hardware.name}: {found.question.hardware.sources['forward_flops']}.",
     ]
@@ -229,6 +230,17 @@ def _small_print(found: Forecast) -> list[str]:
             "played, event by event, on a model of all ranks and links; --play-all plays every row.",
         )
     return told
+
+
+def _crowded(question: Question) -> list[str]:
+    """Nobody may have such a machine; but whoever has can plan for it."""
+    usual = question.hardware.ranks_per_node
+    if question.node_ranks <= usual:
+        return []
+    inside = question.hardware.inside.name
+    return [
+        f"{question.node_ranks:,} ranks share a node here, joined by {inside}; of {question.hardware.name} {usual} do."
+    ]
 
 
 def _holder(found: Forecast) -> str:
