@@ -7,7 +7,7 @@ in the seconds in which it loads torch it would end with a traceback.
 import signal
 import threading
 
-HELD = (signal.SIGINT, signal.SIGTERM)
+HELD = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
 
 
 def hear() -> None:

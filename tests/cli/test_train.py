@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import select
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -121,6 +124,46 @@ def test_every_step_is_a_line_with_where_its_time_went(whole):
 
 
 # ------------------------------------------------------------------------------------------------- asked to stop
+
+
+@contextmanager
+def terminal():
+    """(what opens it, a switch that closes it); what is written there is read, or the writer would wait."""
+    master, slave = os.openpty()
+    name, is_closing = os.ttyname(slave), threading.Event()
+
+    def read():
+        while not is_closing.is_set():
+            if select.select([master], [], [], 0.02)[0]:
+                with suppress(OSError):  # nobody has it open
+                    os.read(master, 4096)
+        os.close(master)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+
+    def close():
+        is_closing.set()
+        reader.join()
+
+    try:
+        yield ("bash", "-c", f'exec "$@" <>{name} >&0 2>&0', "bash"), close
+    finally:
+        close()
+        os.close(slave)
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash opens the terminal")
+def test_a_terminal_that_is_closed_lets_it_save(data, tmp_path):
+    """What leads a session takes the terminal that it opens first for its own, and hears of its end."""
+    words = ("--data", data, "--ranks", 2, "--out", tmp_path, *SMALL, "--steps", 10_000, "--save-every", 10_000)
+    with terminal() as (opened, close), started(*words, before=(*opened, *COMMAND)) as running:
+        wait_for_steps(tmp_path, running, 3)
+        close()
+        running.wait(60)
+    assert running.returncode == 0
+    (saved,) = tmp_path.glob("step-*")
+    assert int(saved.name.removeprefix("step-")) == len(losses(tmp_path)) >= 3
 
 
 def sigterm(running):

@@ -164,3 +164,23 @@ def test_who_starts_ranks_passes_the_first_signal_on_and_leaves_at_the_second(tm
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system tells of no closed terminal")
+def test_a_closed_terminal_asks_to_stop_however_often(tmp_path, monkeypatch):
+    """A shell and the system may both tell of it; and nohup says that nobody is to care."""
+    silenced = []
+    monkeypatch.setattr(stopping_module, "start_fork_server", lambda ignoring: silenced.append(ignoring))
+    monkeypatch.setattr(stopping_module, "fall_silent", lambda: silenced.append("output"))
+    with passed_on(tmp_path / "stop") as stop:
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+        assert Stopping(stop).is_asked
+    assert silenced == [(signal.SIGTERM, signal.SIGHUP), "output", "output"]
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with passed_on(tmp_path / "other") as stop, Stopping().listening():
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.exists()
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -187,23 +189,38 @@ class Screen:
         self._task: Any = None
 
     def note(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
+        with _whoever_looks():
+            self._console.print(text, markup=False, soft_wrap=True)
 
     def begin(self, *, step: int, steps: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         self._bar = Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
-        self._bar.start()
+        with _whoever_looks():
+            self._bar.start()
         self._task = self._bar.add_task("beginning", total=steps, completed=step)
 
     def step(self, record: dict[str, Any]) -> None:
         told = f"loss {record['loss']:.4f}, {record['tokens_per_second']:,.0f} tokens/s"
-        self._bar.update(self._task, completed=record["step"], description=told)
+        with _whoever_looks():
+            self._bar.update(self._task, completed=record["step"], description=told)
 
     def end(self) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            with _whoever_looks():
+                self._bar.stop()
+
+
+@contextmanager
+def _whoever_looks() -> Iterator[None]:
+    """A terminal that is closed, or a reader that left, is no reason to lose what was learned."""
+    from ..train.stopping import fall_silent
+
+    try:
+        yield
+    except OSError:
+        fall_silent()
 
 
 # ------------------------------------------------------------------------------------------------------ the end
