@@ -6,7 +6,6 @@ import json
 import os
 import random
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -126,6 +125,16 @@ def test_every_step_is_a_line_with_where_its_time_went(whole):
 # ------------------------------------------------------------------------------------------------- asked to stop
 
 
+IN_A_TERMINAL = """
+import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever these tests were started with
+terminal = os.open(sys.argv[1], os.O_RDWR)
+for number in range(3):
+    os.dup2(terminal, number)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
 @contextmanager
 def terminal():
     """(what opens it, a switch that closes it); what is written there is read, or the writer would wait."""
@@ -147,13 +156,12 @@ def terminal():
         reader.join()
 
     try:
-        yield ("bash", "-c", f'exec "$@" <>{name} >&0 2>&0', "bash"), close
+        yield (sys.executable, "-c", IN_A_TERMINAL, name), close
     finally:
         close()
         os.close(slave)
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="bash opens the terminal")
 def test_a_terminal_that_is_closed_lets_it_save(data, tmp_path):
     """What leads a session takes the terminal that it opens first for its own, and hears of its end."""
     words = ("--data", data, "--ranks", 2, "--out", tmp_path, *SMALL, "--steps", 10_000, "--save-every", 10_000)

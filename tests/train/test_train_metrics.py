@@ -172,13 +172,14 @@ def test_a_closed_terminal_asks_to_stop_however_often(tmp_path, monkeypatch):
     silenced = []
     monkeypatch.setattr(stopping_module, "start_fork_server", lambda ignoring: silenced.append(ignoring))
     monkeypatch.setattr(stopping_module, "fall_silent", lambda: silenced.append("output"))
-    with passed_on(tmp_path / "stop") as stop:
-        signal.raise_signal(signal.SIGHUP)
-        signal.raise_signal(signal.SIGHUP)
-        assert Stopping(stop).is_asked
-    assert silenced == [(signal.SIGTERM, signal.SIGHUP), "output", "output"]
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
+        with passed_on(tmp_path / "stop") as stop:
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
+            assert Stopping(stop).is_asked
+        assert silenced == [(signal.SIGTERM, signal.SIGHUP), "output", "output"]
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         with passed_on(tmp_path / "other") as stop, Stopping().listening():
             signal.raise_signal(signal.SIGHUP)
             assert not stop.exists()
