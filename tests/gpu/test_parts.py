@@ -92,12 +92,18 @@ def test_a_warm_call_does_not_wait_for_the_gpu():
     assert into.out.eq(6).all()
 
 
-def test_a_merge_can_be_captured_once_it_has_run():
-    into, parts = accumulator(), [on_one_head(1)]
+def captured(parts, into):
+    """A graph of the merge, which has run once: tables are made then, and a capture may not wait for their copies."""
     merge_parts(parts, range(64), into, into)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         merge_parts(parts, range(64), into, into)
+    return graph
+
+
+def test_a_merge_can_be_captured_once_it_has_run():
+    into, parts = accumulator(), [on_one_head(1)]
+    graph = captured(parts, into)
     into.out.zero_()
     into.lse.zero_()
     for _ in range(3):
@@ -109,10 +115,7 @@ def test_a_merge_can_be_captured_once_it_has_run():
 
 def test_a_captured_merge_outlives_what_is_remembered_of_it():
     into, parts = accumulator(), [on_one_head(1)]
-    merge_parts(parts, range(64), into, into)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        merge_parts(parts, range(64), into, into)
+    graph = captured(parts, into)
     module._made.cache_clear()
     torch.cuda.synchronize()
     rubbish = [torch.full((size,), -1, dtype=torch.int64, device=GPU) for size in range(1, 2000)]
