@@ -202,6 +202,89 @@ def test_rows_a_stride_apart_are_a_program(phase, at_home):
     assert into.out[:, :phase].isnan().all()
 
 
+def branches(n: int, heads: int, shift: int = 0) -> list[Place]:
+    """Rates 1, 2 and 4 as in LongNet, all of whose segments are whole spans of 8 rows, 4 apart; and some rows alone."""
+    found = [Place(range(1), 1, 0, range(heads), 0, range(shift, shift + n - 32), 1)]
+    for h in range(2):
+        found.append(Place(range(1), n // 64, 64, range(h, heads, 2), 0, range(shift + h, shift + 64, 2), 1))
+    found.append(Place(range(1), n // 64, 64, range(heads), 1, range(shift, shift + 64, 4), 1))
+    return found
+
+
+def made_for(places: list[Place]) -> list[Part]:
+    parts = []
+    for place in places:
+        size = place.many, place.heads, len(place.rows)
+        parts.append(Part(place, torch.randn(*size, 16, device=DEVICE), torch.randn(size, device=DEVICE)))
+    return parts
+
+
+@pytest.mark.parametrize("at_home", [False, True])
+@pytest.mark.parametrize(
+    ("window", "shift", "is_even"),
+    [
+        (range(128), 0, True),
+        (range(32, 96), 0, True),
+        (range(4, 132), 4, True),
+        (range(36, 68), 4, True),
+        (range(128), 4, False),  # spans of the parts begin elsewhere
+        (range(4, 128), 0, False),
+        (range(122), 0, False),  # the last span is not whole
+        (range(1, 129), 1, False),  # rows 1, 5, 9 ... of rate 4 begin with row -3
+    ],
+)
+def test_where_parts_have_all_rows_of_a_program_or_none_the_first_answers_for_all(window, shift, is_even, at_home):
+    n, heads = 128, 4
+    parts = made_for(branches(n, heads, shift))
+    known = module._known(parts, len(parts), torch.empty(1, n, heads, 16, device=DEVICE), 4, 8)
+    assert known.is_even(window.start, len(window)) == is_even
+    into = Partial(
+        torch.full((1, n + 8, heads, 16), torch.nan, device=DEVICE), torch.zeros(1, heads, n + 8, device=DEVICE)
+    )
+    want = eagerly_merged(parts, n + 8, heads)
+    added = torch.zeros_like(want.out)
+    for place, out, _ in parts:
+        place.view(added).add_(out.double())
+    if at_home:
+        home = parts[0].place.view(into.out)
+        home.copy_(parts[0].out)
+        parts[0] = parts[0]._replace(out=home)
+    begun = into.out.clone()
+    merge_parts(parts, window, None, into, is_first_at_home=at_home)
+    inside = slice(window.start, window.stop)
+    torch.testing.assert_close(into.out[:, inside].double(), want.out[:, inside], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(into.lse[..., inside].double(), want.lse[..., inside], rtol=1e-5, atol=1e-6)
+    into.out.copy_(begun)
+    sums = [part._replace(lse=None) for part in parts]
+    add_parts(sums, window, None, into.out, is_first_at_home=at_home)
+    torch.testing.assert_close(into.out[:, inside].double(), added[:, inside], rtol=1e-5, atol=1e-6)
+    for outside in (slice(window.start), slice(window.stop, None)):
+        torch.testing.assert_close(into.out[:, outside], begun[:, outside], equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        Place(range(1), 2, 64, range(4), 0, range(32), 1),  # nobody has what lies between repeats
+        Place(range(1), 1, 0, range(4), 0, range(40), 1),  # it ends within a span
+        Place(range(1), 1, 0, range(4), 8, range(32), 1),  # heads begin in different places
+        Place(range(1), 1, 0, range(4), 0, range(6, 70, 2), 1),  # its first row is not the first of its step
+    ],
+    ids=["gaps", "end", "skew", "start"],
+)
+def test_what_is_not_even(place):
+    parts = made_for([*branches(128, 4), place])
+    known = module._known(module._slots(parts), len(parts), torch.empty(1, 128, 4, 16, device=DEVICE), 4, 8)
+    assert not known.is_even(0, 128)
+
+
+def test_rows_too_far_apart_for_32_bits_are_not_even():
+    for stride, is_even in ((16, True), (1 << 25, True), (1 << 26, False)):
+        out = torch.empty_strided((1, 1, 64, 16), (0, 0, stride, 1), device="meta")
+        known = module._known([Part(whole(64), out, None)], 1, torch.empty(1, 64, 1, 16, device=DEVICE), 1, 32)
+        assert known.is_even(0, 64) == is_even
+
+
 def eagerly_merged(parts: list[Part], n: int, heads: int) -> Partial:
     total = nothing_seen(torch.empty(1, n, heads, 16, dtype=torch.float64, device=DEVICE))
     for place, out, lse in parts:
@@ -215,7 +298,7 @@ def test_a_division_by_multiplication_is_exact():
         ends = {k * divisor + i for k in (0, 1, 2, 3, 1000, (2**31 - 1) // divisor) for i in (-1, 0, 1)}
         for x in {*ends, 2**31 - 1, 2**31 - 2, 2**30}:
             if 0 <= x < 2**31:
-                assert 2 * x * factor >> shift == x // divisor
+                assert (2 * x * factor >> 32) >> shift == x // divisor
                 assert factor < 2**32
 
 

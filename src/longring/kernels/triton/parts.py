@@ -110,21 +110,22 @@ def _merge_round(
     old = into if before is None else before
     block = _block(into.out, MERGING)
     slots, stride = _slots(parts), _stride(parts, into.out, block.rows)
+    known = _known(slots, len(parts), into.out, stride, block.rows)
     with _on_device_of(into.out):
         _merge[_grid(into.out, stride, block.rows)](
             tuple(part.out for part in slots),
             tuple(part.lse for part in slots),
-            *_tables(slots, len(parts), into.out, stride),
+            *known.tables,
             *old,
             (*old.out.stride()[:3], *old.lse.mT.stride()),
             *into,
             (*into.out.stride()[:3], *into.lse.mT.stride()),
             first,
             into.out.shape[1],
-            into.out.shape[2],
-            stride,
+            *_turns(into.out.shape[2], stride, first),
             HAS_OLD=before is not None,
             AT_HOME=at_home,
+            EVEN=known.is_even(first, into.out.shape[1]),
             LOG=_wider(old.lse, into.lse),
             ACC=_wider(old.out, into.out, *(part.out for part in slots)),
             ALIGNED=_alignment(slots, old.out, into.out),
@@ -141,20 +142,21 @@ def _add_round(
     old = into if before is None else before
     block = _block(into, BLOCKS)
     slots, stride = _slots(parts), _stride(parts, into, block.rows)
+    known = _known(slots, len(parts), into, stride, block.rows)
     with _on_device_of(into):
         _add[_grid(into, stride, block.rows)](
             tuple(part.out for part in slots),
-            *_tables(slots, len(parts), into, stride),
+            *known.tables,
             old,
             old.stride()[:3],
             into,
             into.stride()[:3],
             first,
             into.shape[1],
-            into.shape[2],
-            stride,
+            *_turns(into.shape[2], stride, first),
             HAS_OLD=before is not None,
             AT_HOME=at_home,
+            EVEN=known.is_even(first, into.shape[1]),
             ACC=_wider(old, into, *(part.out for part in slots)),
             ALIGNED=_alignment(slots, old, into),
             **_sizes(into, block),
@@ -203,9 +205,9 @@ def _block(into: Tensor, blocks: Mapping[int, tuple[int, int]]) -> _Block:
     return _Block(wide, *blocks[wide])
 
 
-def _grid(into: Tensor, stride: int, rows: int) -> tuple[int]:
+def _grid(into: Tensor, stride: int, rows: int) -> tuple[int, int]:
     batch, n, heads, _ = into.shape
-    return (batch * heads * stride * -(-n // (stride * rows)),)
+    return heads * stride * -(-n // (stride * rows)), batch
 
 
 def _stride(parts: Sequence[Part], into: Tensor, rows: int) -> int:
@@ -234,7 +236,7 @@ def _alignment(parts: Sequence[Part], old: Tensor, into: Tensor) -> int:
 
 # --------------------------------------------------------------------------------------------------------- tables
 
-LOOK = tl.constexpr(12)  # integers of a part, in the order of `_look`
+LOOK = tl.constexpr(14)  # integers of a part, in the order of `_look`
 SEAT = tl.constexpr(4)  # and of a head in it, in the order of `_seat`
 
 
@@ -246,37 +248,61 @@ class _Look(NamedTuple):
     lse: tuple[int, ...]
 
 
-class _Tables(NamedTuple):
-    """Those of a kind of call, and the streams that have read them, each of which is to be asked but once."""
+class _Known(NamedTuple):
+    """What there is to know of a kind of call."""
 
     tables: tuple[Tensor, Tensor, Tensor]
-    readers: set[int]
+    readers: set[int]  # the streams that have read them, each of which is to be asked but once
+    span: int  # rows of the tensor that a program's lie in
+    beats: (
+        int | None
+    )  # where spans begin, modulo their length, so that every part holds all of a program's rows or none
+
+    def is_even(self, first: int, n: int) -> bool:
+        return self.beats is not None and (first - self.beats) % self.span == 0 and n % self.span == 0
 
 
 _OF_GRAPHS: dict[int, tuple[Tensor, ...]] = {}  # never forgotten: kilobytes each, and one for each kind of call
 
 
-def _tables(slots: Sequence[Part], count: int, into: Tensor, stride: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[parts, LOOK], [batch * heads, parts, SEAT] and [batch * heads, stride], there since the first such call."""
+def _known(slots: Sequence[Part], count: int, into: Tensor, stride: int, rows: int) -> _Known:
+    """With tables [parts, LOOK], [batch * heads, parts, SEAT], [batch * heads, stride], there since the first call."""
     looks = tuple(_Look(place, out.stride(), (0,) * 3 if lse is None else lse.stride()) for place, out, lse in slots)
-    tables, readers = _made(into.device, into.shape[0], into.shape[2], looks, count, stride)
+    known = _made(into.device, into.shape[0], into.shape[2], looks, count, stride, rows)
+    tables, readers = known.tables, known.readers
     if into.is_cuda and torch.cuda.is_current_stream_capturing():
         _OF_GRAPHS[tables[0].data_ptr()] = tables  # which may be replayed when the call is long forgotten
     if into.is_cuda and (reader := torch._C._cuda_getCurrentRawStream(into.device.index)) not in readers:
         for table in tables:
             table.record_stream(torch.cuda.current_stream(into.device))  # forgotten, it must outlast what reads it
         readers.add(reader)
-    return tables
+    return known
 
 
 @lru_cache(maxsize=256)
-def _made(device: torch.device, batch: int, heads: int, looks: tuple[_Look, ...], count: int, stride: int) -> _Tables:
+def _made(
+    device: torch.device, batch: int, heads: int, looks: tuple[_Look, ...], count: int, stride: int, rows: int
+) -> _Known:
     everyone = [(b, h) for b in range(batch) for h in range(heads)]
     seats = [[_seat(look, *one) for look in looks] for one in everyone]
     asked = [tuple(_asked(looks[:count], some, row, stride) for row in range(stride)) for some in seats]
     whole = [seat for some in seats for seat in some]
-    tables = _sent([_look(look) for look in looks], device), _sent(whole, device), _sent(asked, device)
-    return _Tables(tables, set())
+    tables = _sent([_look(look, stride) for look in looks], device), _sent(whole, device), _sent(asked, device)
+    return _Known(tables, set(), rows * stride, _beats(looks, stride, rows * stride))
+
+
+def _beats(looks: Sequence[_Look], stride: int, span: int) -> int | None:
+    """Where spans must begin, modulo their length, so that a part that is asked has all rows of a program or none."""
+    found = set()
+    for place, out, lse in looks:
+        step, whole = place.rows.step, len(place.rows) * place.rows.step
+        has_gaps = place.repeats > 1 and whole != place.spacing
+        farthest = max(out[0], lse[0], span * out[2], span * lse[2])
+        if has_gaps or stride % step or whole % span or farthest > FAR:
+            return None
+        starts = (place.rows.start + place.skew * down for down in range(len(place.kv_heads)))
+        found |= {start // step * step % span for start in starts}
+    return found.pop() if len(found) == 1 else None
 
 
 def _asked(looks: Sequence[_Look], seats: Sequence[tuple[int, ...]], row: int, stride: int) -> int:
@@ -318,41 +344,59 @@ def _seat(look: _Look, batch: int, head: int) -> tuple[int, int, int, int]:
     return start, stop, many * out[0] + among * out[1], many * lse[0] + among * lse[1]
 
 
-def _look(look: _Look) -> tuple[int, ...]:
+def _look(look: _Look, stride: int) -> tuple[int, ...]:
     (_, repeats, spacing, _, _, rows, _), out, lse = look
     spacing = spacing if repeats > 1 else FAR
+    apart = stride // rows.step  # rows of the part from one of a program's to the next, where it is even
     return (
         *(spacing, *_reciprocal(spacing)),
         *(rows.step, *_reciprocal(rows.step)),
         *(len(rows), repeats),
         *(out[0], out[2]),
         *(lse[0], lse[2]),
+        *(apart * out[2], apart * lse[2]),
     )
 
 
+def _turns(heads: int, stride: int, first: int) -> tuple[int, int, int, int, int]:
+    """By what programs are counted, and the reciprocals of it, each in one integer."""
+    return heads, stride, first % stride, _in_one(*_reciprocal(heads)), _in_one(*_reciprocal(stride))
+
+
+def _in_one(factor: int, shift: int) -> int:
+    """One that nobody takes for an integer of 32 bits, for which a kernel would be compiled anew: hence the bit 37."""
+    return factor | (32 + shift) << 32
+
+
+@lru_cache(maxsize=1024)
 def _reciprocal(divisor: int) -> tuple[int, int]:
-    """(factor, shift): x // divisor == 2 * x * factor >> shift for 0 <= x < 2**31; a GPU divides far slower.
+    """(factor, shift): x // divisor == (2 * x * factor >> 32) >> shift for 0 <= x < 2**31; a GPU divides far slower.
 
     factor is 2**(31 + bits) / divisor, in 32 bits and at most 1 too much: off by x / 2**(31 + bits) < 1 / 2**bits,
     less than what x / divisor lacks to the next integer.
     """
     bits = (divisor - 1).bit_length()
-    return -(-(1 << (31 + bits)) // divisor), 32 + bits
+    return -(-(1 << (31 + bits)) // divisor), bits
 
 
 # -------------------------------------------------------------------------------------------------------- kernels
 
 
 @triton.jit
-def _own(n, heads, stride, ROWS: tl.constexpr):
-    """(batch row, head, first row) of this program, whose rows lie a stride apart.
+def _own(asked, heads, stride, phase, by_heads, by_stride, ROWS: tl.constexpr):
+    """(batch row, head, first row) of this program, whose rows lie a stride apart, and which parts to ask for them.
 
     Programs of all heads of a row run together, as its heads lie, and those that share a stretch of rows do.
     """
-    me = tl.program_id(0)
-    blocks = tl.cdiv(n, ROWS * stride)
-    lead = me // heads // stride % blocks * (ROWS * stride) + me // heads % stride
-    return (me // heads // stride // blocks).to(tl.int64), (me % heads).to(tl.int64), lead
+    me, batch = tl.program_id(0), tl.program_id(1)
+    row = _over(me, by_heads, by_heads >> 32 & 31)
+    head = me - row * heads
+    block = _over(row, by_stride, by_stride >> 32 & 31)
+    lead = row - block * stride
+    turn = lead + phase
+    turn -= tl.where(turn < stride, 0, stride)
+    bits = tl.load(asked + (batch * heads + head) * stride + turn)
+    return batch.to(tl.int64), head.to(tl.int64), block * (ROWS * stride) + lead, bits
 
 
 @triton.jit
@@ -364,20 +408,47 @@ def _is_near(seat, first, stride, ROWS: tl.constexpr):
 @triton.jit
 def _divided(x, reciprocal):
     """x // divisor, for what `_reciprocal` made of the divisor."""
-    twice, factor = (x.to(tl.uint32) << 1).to(tl.uint64), tl.load(reciprocal).to(tl.uint32).to(tl.uint64)
-    return (twice * factor >> tl.load(reciprocal + 1).to(tl.uint64)).to(tl.int32)
+    return _over(x, tl.load(reciprocal), tl.load(reciprocal + 1))
 
 
 @triton.jit
-def _held(rows, seat, look):
-    """(which of the rows a head has in a part, in which repeat, as which row of it)."""
-    x = rows - tl.load(seat).to(tl.int32)
-    is_late = x >= 0
+def _over(x, factor, shift):
+    return (tl.umulhi(x.to(tl.uint32) << 1, factor.to(tl.uint32)) >> shift.to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
+def _found(lead, stride, seat, look, EVEN: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr):
+    """(which rows from `lead` on a head has in a part that is near, where their numbers begin, where their lse are).
+
+    Where all is even, the first row answers for the others.
+    """
+    i = tl.arange(0, ROWS)
+    x = lead - tl.load(seat).to(tl.int32)
+    if not EVEN:
+        x += stride * i
     repeat = _divided(x, look + 1)
-    x -= repeat * tl.load(look).to(tl.int32)
-    row = _divided(x, look + 4)
-    is_row = (row * tl.load(look + 3).to(tl.int32) == x) & (row < tl.load(look + 6).to(tl.int32))
-    return is_late & is_row & (repeat < tl.load(look + 7).to(tl.int32)), repeat.to(tl.int64), row.to(tl.int64)
+    rest = x - repeat * tl.load(look).to(tl.int32)
+    row = _divided(rest, look + 4)
+    if EVEN:
+        held = tl.full((ROWS,), True, tl.int1)
+    else:
+        is_row = (row * tl.load(look + 3).to(tl.int32) == rest) & (row < tl.load(look + 6).to(tl.int32))
+        held = (x >= 0) & is_row & (repeat < tl.load(look + 7).to(tl.int32))
+    out = _begin(seat + 2, repeat, row, look + 8, EVEN, ALIGNED)
+    lse = _begin(seat + 3, repeat, row, look + 10, EVEN, 1)
+    if EVEN:
+        out += tl.multiple_of(i * tl.load(look + 12).to(tl.int32), ALIGNED)
+        lse += i * tl.load(look + 13).to(tl.int32)
+    return held, out, lse
+
+
+@triton.jit
+def _begin(seat, repeat, row, strides, EVEN: tl.constexpr, ALIGNED: tl.constexpr):
+    of_repeat, of_row = tl.load(strides), tl.load(strides + 1)
+    if EVEN:  # then they are short, and their products quicker
+        of_repeat, of_row = of_repeat.to(tl.int32).to(tl.int64), of_row.to(tl.int32).to(tl.int64)
+    begin = tl.load(seat) + repeat.to(tl.int64) * of_repeat + row.to(tl.int64) * of_row
+    return tl.multiple_of(begin, ALIGNED)  # said here: what is said of a call's result is forgotten
 
 
 @triton.jit
@@ -394,15 +465,6 @@ def _spread(x, begin, mask, D: tl.constexpr, WIDE: tl.constexpr):
 @triton.jit
 def _offset(strides, batch, row, head, FROM: tl.constexpr):
     return batch * strides[FROM] + row.to(tl.int64) * strides[FROM + 1] + head * strides[FROM + 2]
-
-
-@triton.jit
-def _logs(lses, rows, mine, seat, look):
-    """(which of the rows a head has in a part, their lse)."""
-    held, repeat, row = _held(rows, seat, look)
-    held &= mine
-    begin = tl.load(seat + 3) + repeat * tl.load(look + 10) + row * tl.load(look + 11)
-    return held, tl.load(lses + begin, mask=held, other=float("-inf"))
 
 
 @triton.jit
@@ -432,25 +494,19 @@ def _taken(
     total,
     outs,
     lses,
-    rows,
-    mine,
-    seat,
-    look,
+    held,
+    begin,
+    at,
     ACC: tl.constexpr,
     LOG: tl.constexpr,
-    ALIGNED: tl.constexpr,
     D: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """What was seen so far, and what a part saw."""
     nothing = float("-inf")
-    held, repeat, row = _held(rows, seat, look)
-    held &= mine
-    begin = tl.load(seat + 2) + repeat * tl.load(look + 8) + row * tl.load(look + 9)
-    part, part_mask = _spread(outs, tl.multiple_of(begin, ALIGNED), held, D, WIDE)
+    part, part_mask = _spread(outs, begin, held, D, WIDE)
     out = tl.load(part, mask=part_mask, other=0.0).to(ACC)
-    begin = tl.load(seat + 3) + repeat * tl.load(look + 10) + row * tl.load(look + 11)
-    lse = tl.load(lses + begin, mask=held, other=nothing).to(LOG)
+    lse = tl.load(lses + at, mask=held, other=nothing).to(LOG)
     seen = lse != nothing
     larger = lse > top
     less = tl.exp(-tl.abs(tl.where(seen, lse, 0.0) - top))  # (-inf) - (-inf) would be nan
@@ -461,7 +517,7 @@ def _taken(
     return acc, tl.where(larger, lse, top), total * kept + weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["phase", "by_heads", "by_stride"])
 def _merge(
     outs,
     lses,
@@ -478,8 +534,12 @@ def _merge(
     n,
     heads,
     stride,
+    phase,
+    by_heads,
+    by_stride,
     HAS_OLD: tl.constexpr,
     AT_HOME: tl.constexpr,
+    EVEN: tl.constexpr,
     LOG: tl.constexpr,
     ACC: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -488,14 +548,16 @@ def _merge(
     ROWS: tl.constexpr,
 ):
     """Seen so far is acc / total, with exp(top) taken out of both: no weight exceeds 1, and none overflows."""
-    batch, head, lead = _own(n, heads, stride, ROWS)
+    batch, head, lead, bits = _own(asked, heads, stride, phase, by_heads, by_stride, ROWS)
     own = lead + stride * tl.arange(0, ROWS)
-    mine = own < n
+    mine = tl.full((ROWS,), True, tl.int1) if EVEN else own < n
+    seats += (batch * heads + head) * len(outs) * SEAT
     nothing = float("-inf")
-    bits = tl.load(asked + (batch * heads + head) * stride + (first + lead) % stride)
     if AT_HOME:  # noqa: SIM102
         if bits == 1:
-            held, lse = _logs(lses[0], first + own, mine, seats + (batch * heads + head) * len(outs) * SEAT, looks)
+            held, _, at = _found(first + lead, stride, seats, looks, EVEN, ALIGNED, ROWS)
+            held &= mine & _is_near(seats, first + lead, stride, ROWS)
+            lse = tl.load(lses[0] + at, mask=held, other=nothing)
             tl.store(new_lse + _offset(new_strides, batch, own, head, 3), lse.to(new_lse.dtype.element_ty), mask=mine)
             seen = held & (lse != nothing)  # what an operation leaves in a row that saw nothing may be nan
             _leave(new_out, new_strides, batch, own, head, seen, mine, ALIGNED, D, WIDE)
@@ -510,13 +572,10 @@ def _merge(
         top = tl.load(old_lse + _offset(old_strides, batch, own, head, 3), mask=mine, other=nothing).to(LOG)
         total = tl.full((ROWS,), 1.0, LOG)
     for i in tl.static_range(len(outs)):
-        look = looks + i * LOOK
-        seat = seats + ((batch * heads + head) * len(outs) + i) * SEAT
         if (bits >> i & 1) != 0:  # noqa: SIM102 (`and` would ask both)
-            if _is_near(seat, first + lead, stride, ROWS):
-                acc, top, total = _taken(
-                    acc, top, total, outs[i], lses[i], first + own, mine, seat, look, ACC, LOG, ALIGNED, D, WIDE
-                )
+            if _is_near(seats + i * SEAT, first + lead, stride, ROWS):
+                held, begin, at = _found(first + lead, stride, seats + i * SEAT, looks + i * LOOK, EVEN, ALIGNED, ROWS)
+                acc, top, total = _taken(acc, top, total, outs[i], lses[i], held & mine, begin, at, ACC, LOG, D, WIDE)
     unseen = total == 0.0
     total = tl.where(unseen, 1.0, total)
     begin = tl.multiple_of(_offset(new_strides, batch, own, head, 0), ALIGNED)
@@ -526,26 +585,7 @@ def _merge(
     tl.store(new_lse + _offset(new_strides, batch, own, head, 3), lse, mask=mine)
 
 
-@triton.jit
-def _added(
-    acc,
-    outs,
-    rows,
-    mine,
-    seat,
-    look,
-    ACC: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    D: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    held, repeat, row = _held(rows, seat, look)
-    begin = tl.load(seat + 2) + repeat * tl.load(look + 8) + row * tl.load(look + 9)
-    part, part_mask = _spread(outs, tl.multiple_of(begin, ALIGNED), held & mine, D, WIDE)
-    return acc + tl.load(part, mask=part_mask, other=0.0).to(ACC)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["phase", "by_heads", "by_stride"])
 def _add(
     outs,
     looks,
@@ -559,21 +599,26 @@ def _add(
     n,
     heads,
     stride,
+    phase,
+    by_heads,
+    by_stride,
     HAS_OLD: tl.constexpr,
     AT_HOME: tl.constexpr,
+    EVEN: tl.constexpr,
     ACC: tl.constexpr,
     ALIGNED: tl.constexpr,
     D: tl.constexpr,
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    batch, head, lead = _own(n, heads, stride, ROWS)
+    batch, head, lead, bits = _own(asked, heads, stride, phase, by_heads, by_stride, ROWS)
     own = lead + stride * tl.arange(0, ROWS)
-    mine = own < n
-    bits = tl.load(asked + (batch * heads + head) * stride + (first + lead) % stride)
+    mine = tl.full((ROWS,), True, tl.int1) if EVEN else own < n
+    seats += (batch * heads + head) * len(outs) * SEAT
     if AT_HOME:  # noqa: SIM102
         if bits == 1:
-            held, _, _ = _held(first + own, seats + (batch * heads + head) * len(outs) * SEAT, looks)
+            held, _, _ = _found(first + lead, stride, seats, looks, EVEN, ALIGNED, ROWS)
+            held &= _is_near(seats, first + lead, stride, ROWS)
             _leave(new_sum, new_strides, batch, own, head, held, mine, ALIGNED, D, WIDE)
             return
     acc = tl.zeros((ROWS, WIDE), ACC)
@@ -582,11 +627,11 @@ def _add(
         old, old_mask = _spread(old_sum, begin, mine, D, WIDE)
         acc = tl.load(old, mask=old_mask, other=0.0).to(ACC)
     for i in tl.static_range(len(outs)):
-        look = looks + i * LOOK
-        seat = seats + ((batch * heads + head) * len(outs) + i) * SEAT
         if (bits >> i & 1) != 0:  # noqa: SIM102
-            if _is_near(seat, first + lead, stride, ROWS):
-                acc = _added(acc, outs[i], first + own, mine, seat, look, ACC, ALIGNED, D, WIDE)
+            if _is_near(seats + i * SEAT, first + lead, stride, ROWS):
+                held, begin, _ = _found(first + lead, stride, seats + i * SEAT, looks + i * LOOK, EVEN, ALIGNED, ROWS)
+                part, part_mask = _spread(outs[i], begin, held & mine, D, WIDE)
+                acc += tl.load(part, mask=part_mask, other=0.0).to(ACC)
     begin = tl.multiple_of(_offset(new_strides, batch, own, head, 0), ALIGNED)
     new, new_mask = _spread(new_sum, begin, mine, D, WIDE)
     tl.store(new, acc.to(new_sum.dtype.element_ty), mask=new_mask)
