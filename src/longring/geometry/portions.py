@@ -11,7 +11,7 @@ from .stacks import Place, Shaped, Stack, stacks
 from .tiles import Tile, without_bands
 
 SMALLEST_PORTION = 1 << 18  # elements: below 1 MiB a stack is not cut to save memory
-SMALLEST_SLAB = 1 << 27  # elements: 256 MiB of 16 bits keep a large GPU busy for milliseconds
+SMALLEST_SLAB = 1 << 28  # elements: 512 MiB of 16 bits keep a large GPU busy for milliseconds
 MOST_SLABS = 8
 MOST_AT_ONCE = 1 << 15  # repeats and batch rows: some operations put them on an axis that ends at 65,535
 
