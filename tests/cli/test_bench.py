@@ -208,8 +208,8 @@ def as_if_on_a_gpu(monkeypatch):
 
     from longring.bench.gpu import sizes
     from longring.bench.gpu.given import Shape
+    from longring.cli import bench
 
-    bench = sys.modules["longring.cli.bench"]  # whose name in the package is the command's
     monkeypatch.setattr(bench, "_device", lambda device, preset: "cuda")
     monkeypatch.setattr(bench, "_gpu", lambda: torch.device("cpu"))
     small = replace(sizes.QUICK, repeats=1, dense=((Shape(64, 2, 2, 8), True),))

@@ -1,10 +1,12 @@
-"""The command line: parse, call, print. One file per command; heavy imports wait until a command runs."""
+"""The command line: parse, call, print. One file per command, loaded when it is called, as what it imports is."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
 from io import TextIOWrapper
 from typing import Annotated, Any
 
@@ -12,16 +14,7 @@ import typer
 
 from .. import __version__
 from ..errors import ArgumentError, LongringError
-from .bench import app as bench
-from .conform import conform
-from .demo import demo
-from .doctor import doctor
-from .evaluate import evaluate
-from .plan import plan
-from .profile import profile
 from .quick import QuickCommand, QuickGroup
-from .replay import replay
-from .train import train
 
 ORDER = ("doctor", "plan", "bench", "profile", "replay", "train", "eval", "conform", "demo")
 """As one meets them: is all well here, what would it cost, what does it cost, use it, is it right, show me."""
@@ -34,26 +27,12 @@ class _InOrder(QuickGroup):
         return sorted(super().list_commands(ctx), key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
 
 
-# Plain help: what it would take to colour it is twice the time of showing it.
-app = typer.Typer(cls=_InOrder, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-app.command()(doctor)
-app.command(cls=QuickCommand, short_help="Memory, traffic and time over many ranks, predicted.")(plan)
-app.add_typer(bench, name="bench")
-app.command()(profile)
-app.command()(replay)
-app.command()(train)
-app.command(name="eval")(evaluate)
-app.command()(conform)
-app.command()(demo)
-
-
 def _print_version(asked: bool) -> None:
     if asked:
         print(f"longring {__version__}")
         raise typer.Exit
 
 
-@app.callback(invoke_without_command=True)
 def longring(
     context: typer.Context,
     version: Annotated[
@@ -70,6 +49,38 @@ def longring(
     """
     if context.invoked_subcommand is None:
         print(context.get_help())
+
+
+def _app(*names: str) -> typer.Typer:
+    """What reads the words of these commands. Plain help: colouring it would take twice the time of showing it."""
+    made = typer.Typer(cls=_InOrder, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    made.callback(invoke_without_command=True)(longring)
+    for name in names:
+        _add(made, name)
+    return made
+
+
+def _add(app: typer.Typer, name: str) -> None:
+    file = "evaluate" if name == "eval" else name  # which is a function of Python's
+    loaded = import_module(f".{file}", __name__)
+    if name == "bench":
+        app.add_typer(loaded.app, name=name)
+    elif name == "plan":
+        app.command(cls=QuickCommand, short_help="Memory, traffic and time over many ranks, predicted.")(loaded.plan)
+    else:
+        app.command(name=name)(getattr(loaded, file))
+
+
+@cache
+def _everything() -> typer.Typer:
+    return _app(*ORDER)
+
+
+def __getattr__(name: str) -> Any:
+    """`app` has all commands: loading and making them ready takes longer than some answers."""
+    if name == "app":
+        return _everything()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def main() -> None:
@@ -96,27 +107,14 @@ def main() -> None:
 
 def _run(arguments: Sequence[str]) -> int:
     """Not by the app itself, which answers Ctrl-C and a closed pipe in its own way."""
-    command = typer.main.get_command(_with_what_is_named(arguments))
+    named = [name for name in arguments[:1] if name in ORDER]
+    command = typer.main.get_command(_app(*named) if named else _everything())
     try:
         with command.make_context("longring", list(arguments)) as context:
             command.invoke(context)
     except typer.Exit as done:
         return done.exit_code
     return 0
-
-
-def _with_what_is_named(arguments: Sequence[str]) -> typer.Typer:
-    """The app with the one command that comes first: making the others ready takes longer than some answers."""
-    named = [one for one in app.registered_commands if one.callback and [_name(one)] == [*arguments[:1]]]
-    if not named:
-        return app
-    alone = typer.Typer(cls=_InOrder, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    alone.registered_callback, alone.registered_commands = app.registered_callback, named
-    return alone
-
-
-def _name(command: Any) -> str:
-    return command.name or command.callback.__name__
 
 
 def _told(failure: Exception) -> tuple[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -162,9 +163,12 @@ def _usual(hardware_file: Path | None) -> str:
 def _uncollected() -> Iterator[None]:
     """Looking for garbage would take a sixth of a command that is over before there is any."""
     gc.disable()
+    atexit.register(gc.freeze)  # nor is it looked for when the process ends, which gives back everything at once
     try:
         yield
     finally:
+        gc.freeze()
+        gc.unfreeze()  # what was made meanwhile counts as old now, and is not gone through just because it is new
         gc.enable()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -91,6 +90,8 @@ def _machine() -> dict[str, Any]:
 
 
 def print_json(told: Any) -> None:
+    import json
+
     print(json.dumps(finite(told), indent=2, allow_nan=False))
 
 
