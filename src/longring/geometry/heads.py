@@ -99,16 +99,19 @@ def joined(shards: tuple[Shard, ...], length: int) -> Shard:
     return tuple(sorted(pieces, key=lambda piece: piece.start))  # side by side, where they were dealt like cards
 
 
-def overlaps(a: Shard, b: Shard) -> Iterator[tuple[range, range]]:
-    """Positions in both, as local rows of the one and of the other."""
+@lru_cache(maxsize=512)
+def overlaps(a: Shard, b: Shard) -> tuple[tuple[range, range], ...]:
+    """Positions in both, as local rows of the one and of the other. A rank asks the same for each of its peers."""
+    found: list[tuple[range, range]] = []
     before_a = 0
     for x in a:
         before_b = 0
         for y in b:
             if both := meet(x, y):
-                yield _rows(x, both, before_a), _rows(y, both, before_b)
+                found.append((_rows(x, both, before_a), _rows(y, both, before_b)))
             before_b += len(y)
         before_a += len(x)
+    return tuple(found)
 
 
 def _rows(piece: range, positions: range, before: int) -> range:
@@ -159,6 +162,12 @@ class _BetweenNodes(Itinerary):
         return tuple(_tiles_at(self._far, desk, keys) for desk in self._desks)
 
 
+@lru_cache(maxsize=256)
+def _lane_between(task: Task, inner: int, place: int) -> Lane:
+    """One for the ranks with this place in all nodes, since it remembers what they ask."""
+    return Lane(0, task, task, Ring(task.ranks, direction(task)), (inner, place))
+
+
 _tiles_of_all_heads = lru_cache(maxsize=256)(tiles_of)  # the same for every rank with the same rows
 
 
@@ -166,6 +175,17 @@ _tiles_of_all_heads = lru_cache(maxsize=256)(tiles_of)  # the same for every ran
 def _tiles_at(task: Task, desk: Desk, keys: Shard) -> tuple[Tile, ...]:
     """Tiles of the desk's heads alone, its first kv head numbered 0."""
     return of_heads(_tiles_of_all_heads(task, desk.queries, keys), desk.kv_heads)
+
+
+@lru_cache(maxsize=512)
+def _keys_seen(task: Task, at: tuple[Desk, ...], keys: Shard) -> tuple[Share, ...]:
+    """What some desks see of these keys, by global kv heads: everybody who has some of them asks."""
+    tiles = (
+        tile.part(tile.batch, moved(tile.kv_heads, desk.kv_heads.start))
+        for desk in at
+        for tile in _tiles_at(task, desk, keys)
+    )
+    return needed(tuple(tiles))
 
 
 def of_heads(tiles: tuple[Tile, ...], kv_heads: range) -> tuple[Tile, ...]:
@@ -238,8 +258,7 @@ class ByHeads:
         far, (queries, keys) = self.far or self.task, self.nodes
         problem = replace(far.problem, kv_heads=len(self.kv_heads))
         around = Task(far.pattern, problem, queries, keys)
-        lane = Lane(0, around, around, Ring(around.ranks, direction(around)), (self.inner, self.place))
-        return _BetweenNodes(self.node, (lane,), far, self.desks)
+        return _BetweenNodes(self.node, (_lane_between(around, self.inner, self.place),), far, self.desks)
 
     # ---- who gives what to whom inside the node
 
@@ -264,7 +283,7 @@ class ByHeads:
     def _query_pieces(self, sender: int, receiver: int) -> Iterator[Piece]:
         shard = self.task.queries.shards[sender]
         for number, desk in enumerate(self.desks_of(receiver % self.inner)):
-            common = tuple(overlaps(shard, desk.queries))
+            common = overlaps(shard, desk.queries)
             for share in self.asking(desk):
                 for heads in _query_heads(desk, share.kv_heads):
                     for rows, at in _cut(common, share.rows):
@@ -272,7 +291,7 @@ class ByHeads:
 
     def _key_pieces(self, sender: int, receiver: int) -> Iterator[Piece]:
         shard, together = self.task.keys.shards[sender], self.nodes[1].shards[self.node]
-        common = tuple(overlaps(shard, together))
+        common = overlaps(shard, together)
         for share in self.keys_wanted(receiver % self.inner):
             for rows, at in _cut(common, share.rows):
                 yield Piece(0, share.batch, share.kv_heads, rows, at)
@@ -284,19 +303,12 @@ class ByHeads:
         rows = size(desk.queries)
         return (Share(range(self.task.problem.batch), range(len(desk.kv_heads)), (range(rows),)),)
 
-    def keys_wanted(self, place: int) -> Iterator[Share]:
+    def keys_wanted(self, place: int) -> tuple[Share, ...]:
         """Rows of the node's keys, by global kv heads."""
-        if not self._one_node:
-            rows = (range(self.key_rows),) if self.key_rows else ()
-            yield Share(range(self.task.problem.batch), kv_heads_at(self.task, self.inner, place), rows)
-            return
-        keys = self.nodes[1].shards[0]
-        tiles = (
-            tile.part(tile.batch, moved(tile.kv_heads, desk.kv_heads.start))
-            for desk in self.desks_of(place)
-            for tile in _tiles_at(self._far_task, desk, keys)
-        )
-        yield from needed(tuple(tiles))
+        if self._one_node:
+            return _keys_seen(self._far_task, self.desks_of(place), self.nodes[1].shards[0])
+        rows = (range(self.key_rows),) if self.key_rows else ()
+        return (Share(range(self.task.problem.batch), kv_heads_at(self.task, self.inner, place), rows),)
 
     @property
     def _one_node(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Generic, NamedTuple, TypeVar, overload
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 from .layouts import Layout, Shard, size
 from .needs import count_seen, rows_seen
@@ -19,6 +19,8 @@ from .ranges import shared, without
 from .routes import DoubleRing, Ring, Route, Star
 from .task import Task, at_rank, runs_over_sources, tiles_between, tiles_over_all_keys
 from .tiles import Tile
+
+Rows = tuple[range, ...]
 
 HOME = -1
 """The lane of a rank's own rows."""
@@ -36,6 +38,7 @@ class Visit(NamedTuple):
 
 
 P = TypeVar("P")  # a Parcel, or a Delivery between desks
+T = TypeVar("T")
 
 
 class Post(NamedTuple, Generic[P]):
@@ -96,32 +99,19 @@ class Lane:
         """The rows that reach the host at this step, for itself and for those behind it."""
         if isinstance(self.route, Star):
             return needed(self.tiles(owner, step))
-        return self._shares(self._rows(owner, self.route.served(step)))
+        return self._shares(_rows_seen(self, owner, self.route.served(step)))
 
     def onward(self, owner: int, step: int) -> tuple[Share, ...]:
         """The rows whose gradients go on to the next step of the chain: somebody added, and somebody will."""
-        chain = self.route.chain(step)
-        if step < chain.start or step + 1 >= chain.stop:
-            return ()
-        return self._shares(shared(self._touched(owner, step), self._rows(owner, range(step + 1, chain.stop))))
+        return self._shares(_rows_touched(self, owner, step)[0])
 
     def homeward(self, owner: int, step: int) -> tuple[Share, ...]:
         """The rows whose gradients are complete behind this step."""
         if isinstance(self.route, Star):
             return self.carried(owner, step)
-        chain = self.route.chain(step)
-        return self._shares(without(self._touched(owner, step), self._rows(owner, range(step + 1, chain.stop))))
+        return self._shares(_rows_touched(self, owner, step)[1])
 
-    def _touched(self, owner: int, step: int) -> tuple[range, ...]:
-        """Rows at hand to whose gradients this step's host or one before it in the chain may have added."""
-        chain = self.route.chain(step)
-        before, behind = range(chain.start, step + 1), range(step, chain.stop)
-        return shared(self._rows(owner, before), self._rows(owner, behind))
-
-    def _rows(self, owner: int, steps: range) -> tuple[range, ...]:
-        return _rows_seen(self, owner, steps)
-
-    def _shares(self, rows: tuple[range, ...]) -> tuple[Share, ...]:
+    def _shares(self, rows: Rows) -> tuple[Share, ...]:
         problem = self.task.problem
         return (Share(range(problem.batch), range(problem.kv_heads), rows),) if rows else ()
 
@@ -168,11 +158,25 @@ class Lane:
 
 
 @lru_cache(maxsize=4096)
-def _rows_seen(lane: Lane, owner: int, steps: range) -> tuple[range, ...]:
+def _rows_seen(lane: Lane, owner: int, steps: range) -> Rows:
     """Rows of the lane's portion that hosts of these steps see; rows and both ways of gradients ask it in turn."""
     first = lane.first_row(owner)
-    seen = rows_seen(lane.task, owner, tuple(lane.route.hosts(owner, steps)))
-    return tuple(range(r.start + first, r.stop + first) for r in seen)
+    seen = rows_seen(lane.task, owner, lane.route.hosts(owner, steps))
+    return tuple([range(r.start + first, r.stop + first) for r in seen]) if first else seen
+
+
+@lru_cache(maxsize=1024)
+def _rows_touched(lane: Lane, owner: int, step: int) -> tuple[Rows, Rows]:
+    """Rows at hand to whose gradients this step's host or one before it in the chain may have added.
+
+    Those to which a later one of the chain will add, and those whose gradients are complete.
+    """
+    chain = lane.route.chain(step)
+    before, behind, later = range(chain.start, step + 1), range(step, chain.stop), range(step + 1, chain.stop)
+    touched = shared(_rows_seen(lane, owner, before), _rows_seen(lane, owner, behind))
+    wanted = _rows_seen(lane, owner, later)
+    onward = shared(touched, wanted)
+    return onward, without(touched, wanted) if onward != touched else ()
 
 
 @lru_cache(maxsize=1024)
@@ -194,7 +198,7 @@ class Itinerary(Sequence[Step]):
 
     def __init__(self, member: int, lanes: tuple[Lane, ...]) -> None:
         self.member, self.lanes = member, lanes
-        self._made: dict[int, Step] = {}
+        self._made: dict[tuple[str, int], Any] = {}
 
     @property
     def task(self) -> Task:
@@ -209,15 +213,18 @@ class Itinerary(Sequence[Step]):
     def __getitem__(self, index: slice) -> list[Step]: ...
     def __getitem__(self, index: int | slice) -> Step | list[Step]:
         steps = range(len(self))[index]
-        return [self._known(step) for step in steps] if isinstance(steps, range) else self._known(steps)
+        if isinstance(steps, range):
+            return [self._remembered(self._step, step) for step in steps]
+        return self._remembered(self._step, steps)
 
-    def _known(self, step: int) -> Step:
+    def _remembered(self, make: Callable[[int], T], step: int) -> T:
         """Made once, where steps are few: a GPU computes one in less time than ten of them take to make."""
         if len(self) > REMEMBERED:
-            return self._step(step)
-        if step not in self._made:
-            self._made[step] = self._step(step)
-        return self._made[step]
+            return make(step)
+        place = make.__name__, step
+        if place not in self._made:
+            self._made[place] = make(step)
+        return self._made[place]
 
     @cached_property
     def home(self) -> Home:
@@ -237,19 +244,19 @@ class Itinerary(Sequence[Step]):
     def forward(self) -> Iterator[Post[Parcel]]:
         """Everything a forward posts, in order; counted without cutting a tile."""
         for step in range(len(self)):
-            yield from self._posts(step)
+            yield from self._remembered(self._posts, step)
 
     def backward(self) -> Iterator[Post[Parcel]]:
         """Everything a backward posts, in order."""
         for step in range(len(self)):
-            yield from self._posts(step)
-            gradients = self._gradients(step) if step else None
+            yield from self._remembered(self._posts, step)
+            gradients = self._remembered(self._gradients, step)
             if gradients is not None:
                 yield gradients
 
     def _step(self, step: int) -> Step:
         visits = tuple(self._visits(step)) if step else ()
-        return Step(visits, tuple(self._posts(step)), self._gradients(step) if step else None)
+        return Step(visits, self._remembered(self._posts, step), self._remembered(self._gradients, step))
 
     def _visits(self, step: int) -> Iterator[Visit]:
         for lane in self.lanes:
@@ -266,8 +273,9 @@ class Itinerary(Sequence[Step]):
         """Gradients of a guest's rows that leave behind the step: onward, or home."""
         return tuple(filter(None, (lane.following(owner, step), lane.returning(owner, step))))
 
-    def _posts(self, step: int) -> Iterator[Post[Parcel]]:
+    def _posts(self, step: int) -> tuple[Post[Parcel], ...]:
         """One for all lanes that are due at the same step."""
+        posts: list[Post[Parcel]] = []
         for due in sorted({later for lane in self.lanes for later in lane.route.leaving(step)}):
             sends: list[tuple[int, Parcel]] = []
             receives: list[tuple[int, Parcel]] = []
@@ -281,9 +289,12 @@ class Itinerary(Sequence[Step]):
                 if expected is not None:
                     receives.append((lane.number, expected))
             if sends or receives:
-                yield Post(tuple(sends), tuple(receives), due)
+                posts.append(Post(tuple(sends), tuple(receives), due))
+        return tuple(posts)
 
     def _gradients(self, step: int) -> Post[Parcel] | None:
+        if not step:
+            return None
         sends: list[tuple[int, Parcel]] = []
         receives: list[tuple[int, Parcel]] = []
         for lane in self.lanes:
@@ -384,9 +395,7 @@ def _rows_of_some(task: Task, route: Route) -> int:
     """Rows that travel, of a few owners and steps evenly spaced, which speak for all."""
     owners = range(0, task.ranks, -(-task.ranks // OWNERS_TO_ASK))
     steps = range(1, task.ranks, -(-task.ranks // STEPS_TO_ASK))
-    return sum(
-        count_seen(task, owner, tuple(route.hosts(owner, route.served(step)))) for owner in owners for step in steps
-    )
+    return sum(count_seen(task, owner, [route.hosts(owner, route.served(step)) for step in steps]) for owner in owners)
 
 
 # ------------------------------------------------------------------------------------------------- gather

@@ -14,7 +14,7 @@ from operator import neg
 from typing import NamedTuple
 
 from .patterns import Span
-from .ranges import united
+from .ranges import united, united_intervals
 from .task import Task
 
 
@@ -28,16 +28,11 @@ class _View(NamedTuple):
 
 def rows_seen(task: Task, owner: int, ranks: Iterable[range]) -> tuple[range, ...]:
     """The owner's local rows that queries of these ranks could see."""
-    found: list[range] = []
-    begin = 0
     limits = task.pattern.only_limits
     if limits is not None and limits[0] is None:  # then how far ahead they see decides
-        horizon = _horizon(task, ranks)
-        for piece in task.keys.shards[owner]:
-            seen = min((horizon - piece.start) // piece.step + 1, len(piece))
-            found.append(range(begin, begin + seen))
-            begin += len(piece)
-        return united(found)
+        return _rows_up_to(task, owner, _horizon(task, ranks))
+    found: list[range] = []
+    begin = 0
     for piece in task.keys.shards[owner]:
         for span in _spans(task, piece, ranks):
             first, last = max(span.first, piece[0]), min(span.last, piece[-1])
@@ -47,14 +42,31 @@ def rows_seen(task: Task, owner: int, ranks: Iterable[range]) -> tuple[range, ..
     return united(found)
 
 
-def count_seen(task: Task, owner: int, ranks: Iterable[range]) -> int:
-    """How many rows that is."""
+@lru_cache(maxsize=1024)
+def _rows_up_to(task: Task, owner: int, horizon: int) -> tuple[range, ...]:
+    """The owner's local rows of keys up to a position."""
+    found: list[range] = []
+    begin = 0
+    for piece in task.keys.shards[owner]:
+        seen = min((horizon - piece.start) // piece.step + 1, len(piece))
+        found.append(range(begin, begin + seen))
+        begin += len(piece)
+    return united_intervals(found)
+
+
+def count_seen(task: Task, owner: int, parties: Iterable[Iterable[range]]) -> int:
+    """How many rows that is, of several parties of ranks together."""
     limits = task.pattern.only_limits
     if limits is None or limits[0] is not None:
-        return sum(map(len, rows_seen(task, owner, ranks)))
-    horizon = _horizon(task, ranks)
-    pieces = (piece for piece in task.keys.shards[owner] if piece.start <= horizon)
-    return sum(min((horizon - piece.start) // piece.step + 1, len(piece)) for piece in pieces)
+        return sum(len(rows) for ranks in parties for rows in rows_seen(task, owner, ranks))
+    pieces = [(piece.start, piece.step, len(piece)) for piece in task.keys.shards[owner]]
+    horizons = [_horizon(task, ranks) for ranks in parties]
+    return sum(
+        min((horizon - start) // step + 1, size)
+        for start, step, size in pieces
+        for horizon in horizons
+        if start <= horizon
+    )
 
 
 def _horizon(task: Task, ranks: Iterable[range]) -> int:

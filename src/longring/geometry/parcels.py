@@ -35,7 +35,7 @@ class Parcel(NamedTuple):
     @property
     def vectors(self) -> int:
         """Vectors of d numbers, of the keys; the values are as many again."""
-        return sum(share.vectors for share in self.shares)
+        return sum([share.vectors for share in self.shares])
 
     @property
     def frame(self) -> range:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 from math import gcd, inf, lcm
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 
 def cut(length: int, parts: int) -> list[range]:
@@ -81,11 +81,14 @@ def _progressions(first: int, steps: Sequence[tuple[int, int]]) -> tuple[range, 
 
 def united(parts: Iterable[range]) -> tuple[range, ...]:
     """Each position once, in rising order."""
-    distinct = sorted({r for r in parts if r}, key=lambda r: (r.start, -len(r)))
-    if len(distinct) <= 1:
+    some = [r for r in parts if r]
+    if len(some) <= 1:
+        return tuple(some)
+    if all(r.step == 1 for r in some):
+        return united_intervals(some)
+    distinct = sorted(set(some), key=lambda r: (r.start, -len(r)))
+    if len(distinct) == 1:
         return tuple(distinct)
-    if all(r.step == 1 for r in distinct):
-        return _united_intervals(distinct)
     apart = _apart(distinct)
     if apart is None:
         return as_ranges(sorted(set().union(*distinct)))
@@ -141,10 +144,15 @@ def _steps_through(apart: Iterable[range]) -> list[tuple[int, int]]:
     return [(step, sum(times for _, times in some)) for step, some in groupby(steps, key=itemgetter(0))]
 
 
-def _united_intervals(sorted_intervals: list[range]) -> tuple[range, ...]:
-    found: list[range] = []
-    for r in sorted_intervals:
-        if found and r.start <= found[-1].stop:
+def united_intervals(parts: Iterable[range]) -> tuple[range, ...]:
+    """The same for intervals: ranges whose step is 1."""
+    some = [r for r in parts if r]
+    if len(some) <= 1:
+        return tuple(some)
+    some.sort(key=attrgetter("start"))
+    found = some[:1]
+    for r in some[1:]:
+        if r.start <= found[-1].stop:
             found[-1] = range(found[-1].start, max(found[-1].stop, r.stop))
         else:
             found.append(r)
@@ -154,7 +162,7 @@ def _united_intervals(sorted_intervals: list[range]) -> tuple[range, ...]:
 def shared(a: Iterable[range], b: Iterable[range]) -> tuple[range, ...]:
     """Positions in both of two unions of intervals."""
     b = tuple(b)
-    return united(range(max(x.start, y.start), min(x.stop, y.stop)) for x in a for y in b)
+    return united_intervals([range(max(x.start, y.start), min(x.stop, y.stop)) for x in a for y in b])
 
 
 def without(a: Iterable[range], b: Iterable[range]) -> tuple[range, ...]:
@@ -163,4 +171,4 @@ def without(a: Iterable[range], b: Iterable[range]) -> tuple[range, ...]:
     for cut_out in b:
         pieces = ((range(x.start, min(x.stop, cut_out.start)), range(max(x.start, cut_out.stop), x.stop)) for x in left)
         left = [piece for pair in pieces for piece in pair if piece]
-    return united(left)
+    return united_intervals(left)

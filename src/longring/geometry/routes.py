@@ -6,9 +6,10 @@ follow the rows along a *chain* of steps and are sent home from where the chain,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
+
+Arcs = tuple[range, ...]
 
 
 class Route(Protocol):
@@ -41,7 +42,7 @@ class Route(Protocol):
         """The steps along which gradients pass, this one among them."""
         ...
 
-    def hosts(self, owner: int, steps: range) -> Iterator[range]:
+    def hosts(self, owner: int, steps: range) -> Arcs:
         """The ranks that are host at one of these steps, as ranges."""
         ...
 
@@ -75,10 +76,12 @@ class Ring:
     def chain(self, step: int) -> range:
         return range(1, self.size)
 
-    def hosts(self, owner: int, steps: range) -> Iterator[range]:
-        if steps:
-            first, last = (self.host(owner, step) for step in (steps[0], steps[-1])[:: self.direction])
-            yield from _arc(first, last, range(self.size))
+    def hosts(self, owner: int, steps: range) -> Arcs:
+        if not steps:
+            return ()
+        ends = self.host(owner, steps[0]), self.host(owner, steps[-1])
+        first, last = ends[:: self.direction]
+        return _arc(first, last, range(self.size))
 
 
 @dataclass(frozen=True)
@@ -108,10 +111,9 @@ class Star:
 
     chain = served
 
-    def hosts(self, owner: int, steps: range) -> Iterator[range]:
-        for step in steps:
-            rank = self.host(owner, step)
-            yield range(rank, rank + 1)
+    def hosts(self, owner: int, steps: range) -> Arcs:
+        ranks = (self.host(owner, step) for step in steps)
+        return tuple(range(rank, rank + 1) for rank in ranks)
 
 
 @dataclass(frozen=True)
@@ -162,24 +164,23 @@ class DoubleRing:
     def _end_of_round(self, step: int) -> int:
         return step - step % self.inner + self.inner
 
-    def hosts(self, owner: int, steps: range) -> Iterator[range]:
+    def hosts(self, owner: int, steps: range) -> Arcs:
         """Of one round, or of several from the beginning of one."""
         if not steps:
-            return
+            return ()
         if steps[0] // self.inner == steps[-1] // self.inner:
-            first, last = (self.host(owner, steps[:: self.direction][end]) for end in (0, -1))
-            node = first // self.inner * self.inner
-            yield from _arc(first, last, range(node, node + self.inner))
-            return
-        for step in range(steps[0], steps.stop, self.inner):
-            node = self.host(owner, step) // self.inner * self.inner
-            yield range(node, node + self.inner)
+            ends = self.host(owner, steps[0]), self.host(owner, steps[-1])
+            first, last = ends[:: self.direction]
+            return _arc(first, last, self._node_of(first))
+        return tuple(self._node_of(self.host(owner, step)) for step in range(steps[0], steps.stop, self.inner))
+
+    def _node_of(self, rank: int) -> range:
+        first = rank - rank % self.inner
+        return range(first, first + self.inner)
 
 
-def _arc(first: int, last: int, circle: range) -> Iterator[range]:
+def _arc(first: int, last: int, circle: range) -> Arcs:
     """From first round to last, both included."""
     if first <= last:
-        yield range(first, last + 1)
-        return
-    yield range(first, circle.stop)
-    yield range(circle.start, last + 1)
+        return (range(first, last + 1),)
+    return range(first, circle.stop), range(circle.start, last + 1)

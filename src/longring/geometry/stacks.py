@@ -94,7 +94,7 @@ class Stack(NamedTuple):
 
     def in_batches(self, most: int) -> Iterator[Stack]:
         """The same work in stacks of at most so many repeats or batch rows."""
-        return self._cut(len(self.queries.kv_heads), most)
+        return self._cut(len(self.queries.kv_heads), most) if self.queries.many > most else iter((self,))
 
     def split(self, most: int) -> Iterator[Stack]:
         """The same work in stacks of at most so many numbers of [many, heads, rows], as far as whole heads go."""

@@ -105,7 +105,7 @@ class Tile:
     def seen_through(self, frame: range) -> Tile:
         """The same tile when the columns at hand are those of `frame` alone, which holds all of its own."""
         if frame.step == 1:
-            return replace(self, cols=moved(self.cols, -frame.start))
+            return replace(self, cols=moved(self.cols, -frame.start)) if frame.start else self
         first, last = frame.index(self.cols[0]), frame.index(self.cols[-1])
         step = max(1, self.cols.step // frame.step)
         repeat = self.repeat._replace(cols=self.repeat.cols // frame.step)

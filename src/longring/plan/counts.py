@@ -136,14 +136,14 @@ def _by_link(
     posts: list[tuple[tuple[int, Any], ...]], size: tuple[int, int, int], node_ranks: int, often: float
 ) -> dict[str, Carried]:
     found = {"inside": Carried(), "outside": Carried()}
+    bytes_of = {kind: of_a_vector(*size) for kind, of_a_vector in BYTES.items()}
     for parcels in posts:
-        here = {"inside": [0, 0], "outside": [0, 0]}
+        here: dict[str, list[int]] = {}
         for _, parcel in parcels:
             where = "inside" if parcel.sender // node_ranks == parcel.receiver // node_ranks else "outside"
-            here[where][0] += parcel.vectors * BYTES[parcel.kind](*size)
-            here[where][1] += 1
-        for where, (nbytes, messages) in here.items():
-            found[where] = _joined(found[where], Carried(nbytes, messages, nbytes, messages))
+            here.setdefault(where, []).append(parcel.vectors * bytes_of[parcel.kind])
+        for where, each in here.items():
+            found[where] = _joined(found[where], Carried(sum(each), len(each), sum(each), len(each)))
     return {
         where: carried._replace(bytes=round(often * carried.bytes), messages=round(often * carried.messages))
         for where, carried in found.items()

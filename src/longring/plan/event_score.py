@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import lcm
+from typing import TypeVar
 
 from ..geometry.heads import by_heads
 from ..geometry.itinerary import Itinerary, Lane, bidirectional, double_ring, exchange, halves, ring
@@ -24,6 +25,8 @@ from .event_rounds import Rounds, rounds
 from .event_rows import AnyFreight, Changes, Freight, FreshFreight, Move, Strip, Turns
 from .event_sources import Desks, Nodes, Sources
 from .links import Lines
+
+T = TypeVar("T")
 
 
 class LaneScore:
@@ -161,20 +164,37 @@ class LaneScore:
     def _gradients(self) -> list[tuple[list[tuple[int, float]], list[tuple[int, int]]]]:
         """(vectors that follow, vectors that go home), each by step, of every owner."""
         met = self._by_owner(_rows_met)
-        return [
-            _gradients_of(self._lanes[seat % self.places], seat // self.places, fewer, more)
-            for seat, (fewer, more) in enumerate(zip(self._rows, met, strict=True))
-        ]
+
+        def of_owner(lane: Lane, owner: int, place: int) -> tuple[list[tuple[int, float]], list[tuple[int, int]]]:
+            seat = owner * self.places + place
+            return _gradients_of(lane, owner, self._rows[seat], met[seat])
+
+        return self._of_seats(of_owner)
 
     def _by_owner(self, of_owner: Callable[[Lane, int, Sequence[int]], list[tuple[int, float]]]) -> Changes:
         """Of every place of every owner. Where it changes for one owner is near where it did for the one before."""
-        found: Changes = []
         guesses: list[list[int]] = [[] for _ in self._lanes]
+
+        def guessed(lane: Lane, owner: int, place: int) -> list[tuple[int, float]]:
+            found = of_owner(lane, owner, guesses[place])
+            guesses[place] = [step for step, _ in found]
+            return found
+
+        return self._of_seats(guessed)
+
+    def _of_seats(self, asked: Callable[[Lane, int, int], T]) -> list[T]:
+        """Of every owner at every place, asked once where lanes of several places carry the same."""
+        found: list[T] = []
         for owner in range(self.route.steps):
-            for place, lane in enumerate(self._lanes):
-                found.append(of_owner(lane, owner, guesses[place]))
-                guesses[place] = [step for step, _ in found[-1]]
+            of_place = {place: asked(self._lanes[place], owner, place) for place in set(self._first_alike)}
+            found += [of_place[place] for place in self._first_alike]
         return found
+
+    @cached_property
+    def _first_alike(self) -> list[int]:
+        """For every place the first whose lane carries the same: where heads come out even, that of all."""
+        tasks = [lane.task for lane in self._lanes]
+        return [tasks.index(task) for task in tasks]
 
 
 def _at_its_turn(freights: Sequence[AnyFreight], step: int) -> AnyFreight:
@@ -230,7 +250,7 @@ def _rows_met(lane: Lane, owner: int, guess: Sequence[int]) -> list[tuple[int, f
     """(step, rows that some host has seen by then)."""
 
     def seen(step: int) -> int:
-        hosts = tuple(lane.route.hosts(owner, range(1, step + 1)))
+        hosts = lane.route.hosts(owner, range(1, step + 1))
         return sum(map(len, rows_seen(lane.task, owner, hosts)))
 
     return list(_steps_of(seen, range(1, lane.route.steps), guess))
