@@ -65,6 +65,7 @@ def held(
         room.take(component, like.nbytes)
     one = plan(schedule, task, rank, node_ranks)
     (_forward if phase == "forward" else _backward)(setting, one, q, k)
+    room.write_down()
     return Held(room.peak_bytes, room.peak, room.timeline)
 
 

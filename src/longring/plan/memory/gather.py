@@ -51,7 +51,7 @@ def _scattered(setting: Setting, plan: Gathering, k: Like) -> tuple[Taken, Taken
     room.begin("scattering")
     own = room.take(DK, mine.nbytes), room.take(DV, mine.nbytes)
     if others:
-        with room.holding(GOING, 2 * mine.of_rows(max(others)).nbytes):
+        with room.take(GOING, 2 * mine.of_rows(max(others)).nbytes):
             room.briefly(FOLLOWING, 2 * mine.nbytes)
     return own
 

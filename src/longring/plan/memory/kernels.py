@@ -83,7 +83,7 @@ class Kernel:
         result = self._result(q)
         flipped = stack.shape == "flipped"
         operands = (q.itemsize if flipped else 0) + self._raised(q)
-        with room.holding(OPERANDS, operands * (rows + 2 * cols) * d):
+        with room.take(OPERANDS, operands * (rows + 2 * cols) * d):
             home = rows * d * result if is_home else 0
             out, lse = room.take(PARTS, rows * d * result - home), room.take(PARTS, rows * self._lse(q))
             room.briefly(WORKSPACE, self._workspace(stack, q))
@@ -96,8 +96,8 @@ class Kernel:
         result = self._result(q)
         flipped = stack.shape == "flipped"
         copies = (3 * rows + 2 * cols) * d * q.itemsize + rows * q.accumulator.itemsize
-        with room.holding(OPERANDS, copies if flipped else 0):
-            with room.holding(OPERANDS, self._raised(q) * (3 * rows + 2 * cols) * d):
+        with room.take(OPERANDS, copies if flipped else 0):
+            with room.take(OPERANDS, self._raised(q) * (3 * rows + 2 * cols) * d):
                 sizes = [size * d * result for size in (rows, cols, cols)]
                 homes = [size if is_home else 0 for size, is_home in zip(sizes, are_home, strict=True)]
                 taken = [room.take(GRADIENTS, size - home) for size, home in zip(sizes, homes, strict=True)]
@@ -150,7 +150,7 @@ class Kernel:
     ) -> None:
         for one in sums:
             one.in_place()
-        with room.holding(DELTA, q.vectors * q.accumulator.itemsize):
+        with room.take(DELTA, q.vectors * q.accumulator.itemsize):
             room.briefly(WORKSPACE, _block(tiles, q, k))
 
 

@@ -2,46 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 
 from ...geometry.parcels import Parcel
 from .room import Like, Room, Taken
 
-
-def pack(room: Room, component: str, x: Like, parcel: Parcel, within: range) -> Taken:
-    """The copy that is sent, if the parcel's rows of x are not sent as they lie. Row i of x is row within[i]."""
-    places = [
-        (share.batch, range(within.index(rows[0]), within.index(rows[-1]) + 1, max(1, rows.step // within.step)), share)
-        for share in parcel.shares
-        for rows in share.rows
-    ]
-    sizes = [len(batch) * len(rows) * len(share.kv_heads) for batch, rows, share in places]
-    views = [lies_together(x, batch, rows, share.kv_heads) for batch, rows, share in places]
-    return copied(room, component, zip(sizes, views, strict=True), x.d * x.itemsize, joins_one=False)
+Parts = Sequence[tuple[int, bool]]
+"""Of so many vectors each, and whether they are a view."""
 
 
-def copied(
-    room: Room, component: str, parts: Iterable[tuple[int, bool]], vector: int, *, joins_one: bool = True
-) -> Taken:
-    """Parts of so many vectors, each copied unless it is a view, then joined; `joins_one`: even a single one."""
-    every = list(parts)
-    apart = sum(size for size, is_view in every if not is_view) * vector
-    if len(every) == 1 and not joins_one:
+def packs(room: Room, component: str, x: Like, parcel: Parcel, within: range) -> Callable[[], Taken]:
+    """Takes the copy that is sent, if the parcel's rows of x are not sent as they lie: of keys, and again of values.
+
+    Row i of x is row within[i].
+    """
+    parts: list[tuple[int, bool]] = []
+    for share in parcel.shares:
+        batch, heads = share.batch, share.kv_heads
+        for some in share.rows:
+            rows = range(within.index(some[0]), within.index(some[-1]) + 1, max(1, some.step // within.step))
+            parts.append((len(batch) * len(rows) * len(heads), lies_together(x, batch, rows, heads)))
+    return lambda: copied(room, component, parts, x.d * x.itemsize, joins_one=False)
+
+
+def copied(room: Room, component: str, parts: Parts, vector: int, *, joins_one: bool = True) -> Taken:
+    """Parts, each copied unless it is a view, then joined; `joins_one`: even a single one."""
+    apart = sum([size for size, is_view in parts if not is_view]) * vector
+    if len(parts) == 1 and not joins_one:
         return room.take(component, apart)
-    with room.holding(component, apart):
-        return room.take(component, sum(size for size, _ in every) * vector)
+    with room.take(component, apart):
+        return room.take(component, sum([size for size, _ in parts]) * vector)
 
 
 def lies_together(x: Like, batch: range, rows: range, heads: range) -> bool:
     """Whether x[batch, rows, heads] is one stretch of memory."""
-    sizes = len(batch), len(rows), len(heads)
-    strides = x.rows * x.heads * batch.step, x.heads * rows.step, heads.step
-    together = 1
-    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        if size > 1 and stride != together:
-            return False
-        together *= size
-    return True
+    many, height, width = len(batch), len(rows), len(heads)
+    return (
+        (width <= 1 or heads.step == 1)
+        and (height <= 1 or x.heads * rows.step == width)
+        and (many <= 1 or x.rows * x.heads * batch.step == height * width)
+    )
 
 
 def is_one_block(parcel: Parcel, x: Like) -> bool:

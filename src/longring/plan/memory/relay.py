@@ -11,7 +11,7 @@ from ...geometry.parcels import Parcel
 from ...geometry.routes import DoubleRing
 from ...geometry.task import runs_over_sources
 from .desk import BackwardDesk, Desk, Setting
-from .packing import is_one_block, pack
+from .packing import is_one_block, packs
 from .room import Buffers, Like, Loan, Taken
 from .totals import DK, DV, Sum
 
@@ -30,8 +30,8 @@ class Trip:
         self.buffers = Buffers(self.setting.room, are_kept=self.setting.kernel.device != "cuda")
 
     def room(self, component: str, parcel: Parcel, itemsize: int) -> tuple[Loan, Loan]:
-        first, second = (Loan(self.buffers, component, parcel.vectors * self.k.d, itemsize) for _ in "kv")
-        return first, second
+        numbers = parcel.vectors * self.k.d
+        return Loan(self.buffers, component, numbers, itemsize), Loan(self.buffers, component, numbers, itemsize)
 
     def begin(self, number: int) -> None:
         self.setting.room.begin(f"step {number}")
@@ -183,11 +183,13 @@ class Travel:
     def _packed(self, lane: int, parcel: Parcel) -> list[Taken]:
         room, k = self._trip.setting.room, self._trip.k
         if lane == HOME:
-            return [pack(room, LEAVING, k, parcel, range(k.rows)) for _ in "kv"]
+            pack = packs(room, LEAVING, k, parcel, range(k.rows))
+            return [pack(), pack()]
         block = self.at_hand[lane]
         if parcel.shares == block.parcel.shares:
             return []
-        packed = [pack(room, LEAVING, block.k, parcel, block.parcel.frame) for _ in "kv"]
+        pack = packs(room, LEAVING, block.k, parcel, block.parcel.frame)
+        packed = [pack(), pack()]
         return packed if packed[0].size else [*packed, *(one.shared() for one in block.seen)]  # sent as they lie
 
     def _arrived(self, step: int) -> Iterator[tuple[int, Block]]:
@@ -351,9 +353,10 @@ class Following:
         sending: list[Loan] = []
         for lane, parcel in post.sends:
             part = found[lane]
+            pack = packs(room, GOING, part.like, parcel, part.parcel.frame)
             for one in part.sums:
                 one.in_place()
-                packed.append(pack(room, GOING, part.like, parcel, part.parcel.frame))
+                packed.append(pack())
             sending += [loan.shared() for loan in part.loans]
         itemsize = self._trip.k.accumulator.itemsize
         expected = [(lane, parcel, self._trip.room(FOLLOWING, parcel, itemsize)) for lane, parcel in post.receives]

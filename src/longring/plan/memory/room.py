@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 Components = dict[str, int]
@@ -33,10 +31,10 @@ class Like(NamedTuple):
     @property
     def accumulator(self) -> Like:
         """The same, in the dtype that it is summed up in."""
-        return self._replace(itemsize=max(4, self.itemsize))
+        return Like(self.batch, self.rows, self.heads, self.d, max(4, self.itemsize))
 
     def of_rows(self, rows: int) -> Like:
-        return self._replace(rows=rows)
+        return Like(self.batch, rows, self.heads, self.d, self.itemsize)
 
 
 class Room:
@@ -45,50 +43,47 @@ class Room:
     def __init__(self) -> None:
         self._held: Components = {}
         self._live = 0
-        self._fullest = 0
+        self._fullest = 0  # bytes of this step, so far
+        self._is_fullest = False  # whether it is so right now, which is written down when it passes
         self._step = "start"
         self.peak_bytes = 0
         self.peak: Components = {}
         self.timeline: dict[str, Components] = {}
 
     def begin(self, step: str) -> None:
-        self._step, self._fullest = step, -1
-        self._look()
+        self.write_down()
+        self._step, self._fullest, self._is_fullest = step, self._live, True
 
     def take(self, component: str, size: int) -> Taken:
         self.change(component, size)
         return Taken(self, component, size)
 
-    @contextmanager
-    def holding(self, component: str, size: int) -> Iterator[None]:
-        """Taken meanwhile."""
+    def briefly(self, component: str, size: int) -> None:
         self.change(component, size)
-        yield
         self.change(component, -size)
 
-    def briefly(self, component: str, size: int) -> None:
-        with self.holding(component, size):
-            pass
-
     def change(self, component: str, size: int) -> None:
+        if size < 0 and self._is_fullest:
+            self.write_down()
         self._held[component] = self._held.get(component, 0) + size
         self._live += size
-        if size > 0:
-            self._look()
-
-    def _look(self) -> None:
         if self._live > self._fullest:
-            self._fullest = self._live
-            self.timeline[self._step] = self._now()
-        if self._live > self.peak_bytes:
-            self.peak_bytes, self.peak = self._live, self._now()
+            self._fullest, self._is_fullest = self._live, True
 
-    def _now(self) -> Components:
-        return {component: size for component, size in self._held.items() if size}
+    def write_down(self) -> None:
+        """What there is, if the step was never as full: before less is held, and at the end."""
+        if not self._is_fullest:
+            return
+        self._is_fullest = False
+        now = self.timeline[self._step] = {component: size for component, size in self._held.items() if size}
+        if self._live > self.peak_bytes:
+            self.peak_bytes, self.peak = self._live, now
 
 
 class Taken:
-    """Memory in somebody's hands, free when all who have it have let go."""
+    """Memory in somebody's hands, free when all who have it have let go; or taken for as long as a `with` lasts."""
+
+    __slots__ = ("_component", "_room", "_users", "size")
 
     def __init__(self, room: Room, component: str, size: int) -> None:
         self._room, self._component, self.size, self._users = room, component, size, 1
@@ -102,6 +97,12 @@ class Taken:
         assert self._users >= 0, f"{self._component} was given back twice"
         if not self._users:
             self._room.change(self._component, -self.size)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.give()
 
     def become(self, component: str) -> Taken:
         """The same memory, called otherwise from now on."""
@@ -144,6 +145,8 @@ class Buffers:
 
 class Loan:
     """A buffer that goes back when all who use it have said so."""
+
+    __slots__ = ("_buffers", "_itemsize", "_users", "_whole")
 
     def __init__(self, buffers: Buffers, component: str, numbers: int, itemsize: int) -> None:
         self._buffers, self._itemsize, self._users = buffers, itemsize, 1
