@@ -79,9 +79,11 @@ def main() -> None:
     branches = [part_of(stack.queries) for stack in longnet(n)]
     final = accumulator(n, torch.bfloat16, torch.float32)
     grads = [part._replace(lse=None) for part in branches]
+    at_home = [branches[0]._replace(out=branches[0].place.view(final.out)), *branches[1:]]
+    sums_at_home = [part._replace(lse=None) for part in at_home]
     print(f"{len(branches)} parts of LongNet over {n} rows")
     for size in SIZES:
-        module.BLOCKS[D], module.MERGING[D] = size, size[1]
+        module.BLOCKS[D] = module.MERGING[D] = size
         for some in (ring[:1], ring):
             moved = read(some) + 2 * written(total)
             name = f"{size}: {len(some)} of 8192 rows into float32"
@@ -90,6 +92,11 @@ def main() -> None:
         report(f"{size}: LongNet merged into bfloat16", read(branches) + written(final), call)
         call = lambda: add_parts(grads, range(n), None, final.out)  # noqa: E731
         report(f"{size}: LongNet summed into bfloat16", read(grads) + final.out.nbytes, call)
+        moved = read(grads[1:]) + final.out.nbytes  # half of the rows at home are read and written, the others left
+        call = lambda: merge_parts(at_home, range(n), None, final, is_first_at_home=True)  # noqa: E731
+        report(f"{size}: LongNet merged into the branch at home", moved, call)
+        call = lambda: add_parts(sums_at_home, range(n), None, final.out, is_first_at_home=True)  # noqa: E731
+        report(f"{size}: LongNet summed into the branch at home", moved, call)
 
 
 if __name__ == "__main__":
