@@ -1,3 +1,4 @@
+import re
 from functools import lru_cache
 
 import pytest
@@ -88,8 +89,11 @@ def test_the_reason_names_every_candidate_with_its_estimate():
     _, reason = choose_schedule(dense(1 << 20, 64), head_dim=128, node_ranks=8)
     for name in ("ring", "double_ring", "exchange", "ulysses", "hybrid"):
         assert f"{name} about" in reason
-    assert reason.startswith("ring about 837 ms (computing 837 ms while moving ")
-    assert "hybrid about 784 ms (computing 781 ms while moving " in reason  # too little to gain
+    told = r"{} about (\d+) ms \(computing \d+ ms while moving "
+    ring, hybrid = (re.search(told.format(f"{start}{name}"), reason) for start, name in (("^", "ring"), ("", "hybrid")))
+    assert ring is not None
+    assert hybrid is not None
+    assert int(hybrid[1]) < int(ring[1])  # too little to gain
     assert " and changing places " in reason
 
 
