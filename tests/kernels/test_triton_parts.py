@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from longring.kernels.places import Part, Place
 from longring.numerics.online_softmax import Partial, merge_, nothing_seen
 from random_parts import Case, added, cases, merged
+from watched_memory import watched_memory
 
 pytest.importorskip("triton", reason="needs the triton package")
 module = pytest.importorskip("longring.kernels.triton.parts")
@@ -26,6 +27,12 @@ def several_programs_a_head():
     with pytest.MonkeyPatch.context() as patch:
         for name in ("BLOCKS", "MERGING"):
             patch.setattr(module, name, dict.fromkeys(module.BLOCKS, (8, 4)))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _within_tensors():
+    with watched_memory():
         yield
 
 

@@ -15,6 +15,7 @@ from longring.errors import KernelRefusal
 from longring.kernels.places import Place, Stack
 from longring.testing import judge, relative_error
 from longring.testing.budgets import distance
+from watched_memory import watched_memory
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -30,6 +31,12 @@ BLOCK = tiles.Blocks(16, 16, 4, 1)
 SMALL = tiles.Sizes(BLOCK, BLOCK, BLOCK)
 UNEVEN = tiles.Sizes(tiles.Blocks(32, 16, 4, 1), tiles.Blocks(16, 32, 4, 1), tiles.Blocks(32, 16, 4, 1))
 NEAR = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _within_tensors():
+    with watched_memory():
+        yield
 
 
 @pytest.fixture(autouse=True)
