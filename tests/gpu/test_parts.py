@@ -70,6 +70,49 @@ def test_offsets_beyond_32_bits():
     assert into.out.equal(part)
 
 
+def test_more_batch_rows_than_an_axis_of_a_grid_has():
+    batch, n = 70_000, 3
+    place = Place(range(batch), 1, 0, range(2), 0, range(n), 1)
+    numbers = (
+        torch.arange(batch, device=GPU, dtype=torch.float32).view(-1, 1, 1, 1).expand(batch, 2, n, 16).contiguous()
+    )
+    parts = [Part(place, numbers * factor, torch.zeros(batch, 2, n, device=GPU)) for factor in (1, 3)]
+    into = Partial(torch.empty(batch, n, 2, 16, device=GPU), torch.empty(batch, 2, n, device=GPU))
+    merge_parts(parts, range(n), None, into)
+    assert into.out.equal(2 * numbers.transpose(1, 2))
+    add_parts([part._replace(lse=None) for part in parts], range(n), None, into.out)
+    assert into.out.equal(4 * numbers.transpose(1, 2))
+
+
+@pytest.mark.parametrize("tokens", [1 << 17, (1 << 17) - 100])
+def test_longnet_is_merged_alike_whether_parts_are_even_or_not(tokens):
+    """Of the same rows, the one way and the other: a window that begins elsewhere is never even."""
+    heads, d = 16, 128
+    draw = torch.Generator(GPU).manual_seed(0)
+    places = [Place(range(1), tokens // 2048, 2048, range(heads), 0, range(2048), 1)]
+    for i in range(1, 5):
+        rate, segment = 1 << i, 2048 << i
+        for first in range(heads // rate):
+            down = range(first, heads, heads // rate)
+            places.append(Place(range(1), tokens // segment, segment, down, 1, range(0, segment, rate), 1))
+    parts = []
+    for place in places:
+        size = place.many, place.heads, len(place.rows)
+        out = torch.randn(*size, d, generator=draw, device=GPU).bfloat16()
+        parts.append(Part(place, out, torch.randn(size, generator=draw, device=GPU)))
+    whole, shifted = (
+        Partial(torch.empty(1, tokens, heads, d, device=GPU), torch.empty(1, heads, tokens, device=GPU)) for _ in "ab"
+    )
+    merge_parts(parts, range(tokens), None, whole)
+    merge_parts(parts, range(1, tokens), None, shifted)
+    assert whole.out[:, 1:].equal(shifted.out[:, 1:])
+    assert whole.lse[..., 1:].equal(shifted.lse[..., 1:])
+    sums = [part._replace(lse=None) for part in parts]
+    add_parts(sums, range(tokens), None, whole.out)
+    add_parts(sums, range(1, tokens), None, shifted.out)
+    assert whole.out[:, 1:].equal(shifted.out[:, 1:])
+
+
 def on_one_head(value: float) -> Part:
     out = torch.full((1, 1, 64, 128), value, device=GPU)
     return Part(Place(range(1), 1, 0, range(1), 0, range(64), 1), out, torch.zeros(1, 1, 64, device=GPU))

@@ -122,7 +122,7 @@ def _merge_round(
             (*into.out.stride()[:3], *into.lse.mT.stride()),
             first,
             into.out.shape[1],
-            *_turns(into.out.shape[2], stride, first),
+            *_turns(into.out, stride, first, block.rows),
             HAS_OLD=before is not None,
             AT_HOME=at_home,
             EVEN=known.is_even(first, into.out.shape[1]),
@@ -153,7 +153,7 @@ def _add_round(
             into.stride()[:3],
             first,
             into.shape[1],
-            *_turns(into.shape[2], stride, first),
+            *_turns(into, stride, first, block.rows),
             HAS_OLD=before is not None,
             AT_HOME=at_home,
             EVEN=known.is_even(first, into.shape[1]),
@@ -205,9 +205,14 @@ def _block(into: Tensor, blocks: Mapping[int, tuple[int, int]]) -> _Block:
     return _Block(wide, *blocks[wide])
 
 
-def _grid(into: Tensor, stride: int, rows: int) -> tuple[int, int]:
-    batch, n, heads, _ = into.shape
-    return heads * stride * -(-n // (stride * rows)), batch
+def _grid(into: Tensor, stride: int, rows: int) -> tuple[int]:
+    return (into.shape[0] * _programs(into, stride, rows),)
+
+
+def _programs(into: Tensor, stride: int, rows: int) -> int:
+    """Of a batch row."""
+    _, n, heads, _ = into.shape
+    return heads * stride * -(-n // (stride * rows))
 
 
 def _stride(parts: Sequence[Part], into: Tensor, rows: int) -> int:
@@ -254,9 +259,7 @@ class _Known(NamedTuple):
     tables: tuple[Tensor, Tensor, Tensor]
     readers: set[int]  # the streams that have read them, each of which is to be asked but once
     span: int  # rows of the tensor that a program's lie in
-    beats: (
-        int | None
-    )  # where spans begin, modulo their length, so that every part holds all of a program's rows or none
+    beats: int | None  # where spans begin, modulo their length, if every part has all rows of a program or none
 
     def is_even(self, first: int, n: int) -> bool:
         return self.beats is not None and (first - self.beats) % self.span == 0 and n % self.span == 0
@@ -358,13 +361,15 @@ def _look(look: _Look, stride: int) -> tuple[int, ...]:
     )
 
 
-def _turns(heads: int, stride: int, first: int) -> tuple[int, int, int, int, int]:
-    """By what programs are counted, and the reciprocals of it, each in one integer."""
-    return heads, stride, first % stride, _in_one(*_reciprocal(heads)), _in_one(*_reciprocal(stride))
+def _turns(into: Tensor, stride: int, first: int, rows: int) -> tuple[int, ...]:
+    """What programs are counted by: heads, stride, programs of a batch row; the phase; reciprocals of the three."""
+    counts = into.shape[2], stride, _programs(into, stride, rows)
+    return *counts, first % stride, *map(_in_one, counts)
 
 
-def _in_one(factor: int, shift: int) -> int:
-    """One that nobody takes for an integer of 32 bits, for which a kernel would be compiled anew: hence the bit 37."""
+def _in_one(divisor: int) -> int:
+    """Its reciprocal as an integer that nobody takes for one of 32 bits, for which a kernel would be compiled anew."""
+    factor, shift = _reciprocal(divisor)
     return factor | (32 + shift) << 32
 
 
@@ -383,15 +388,16 @@ def _reciprocal(divisor: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _own(asked, heads, stride, phase, by_heads, by_stride, ROWS: tl.constexpr):
+def _own(asked, heads, stride, each, phase, by_heads, by_stride, by_each, ROWS: tl.constexpr):
     """(batch row, head, first row) of this program, whose rows lie a stride apart, and which parts to ask for them.
 
     Programs of all heads of a row run together, as its heads lie, and those that share a stretch of rows do.
     """
-    me, batch = tl.program_id(0), tl.program_id(1)
-    row = _over(me, by_heads, by_heads >> 32 & 31)
+    batch = _count(tl.program_id(0), by_each)
+    me = tl.program_id(0) - batch * each
+    row = _count(me, by_heads)
     head = me - row * heads
-    block = _over(row, by_stride, by_stride >> 32 & 31)
+    block = _count(row, by_stride)
     lead = row - block * stride
     turn = lead + phase
     turn -= tl.where(turn < stride, 0, stride)
@@ -409,6 +415,12 @@ def _is_near(seat, first, stride, ROWS: tl.constexpr):
 def _divided(x, reciprocal):
     """x // divisor, for what `_reciprocal` made of the divisor."""
     return _over(x, tl.load(reciprocal), tl.load(reciprocal + 1))
+
+
+@triton.jit
+def _count(x, reciprocal):
+    """The same, for what `_in_one` made of it."""
+    return _over(x, reciprocal, reciprocal >> 32 & 31)
 
 
 @triton.jit
@@ -517,7 +529,7 @@ def _taken(
     return acc, tl.where(larger, lse, top), total * kept + weight
 
 
-@triton.jit(do_not_specialize=["phase", "by_heads", "by_stride"])
+@triton.jit(do_not_specialize=["each", "phase", "by_heads", "by_stride", "by_each"])
 def _merge(
     outs,
     lses,
@@ -534,9 +546,11 @@ def _merge(
     n,
     heads,
     stride,
+    each,
     phase,
     by_heads,
     by_stride,
+    by_each,
     HAS_OLD: tl.constexpr,
     AT_HOME: tl.constexpr,
     EVEN: tl.constexpr,
@@ -548,7 +562,7 @@ def _merge(
     ROWS: tl.constexpr,
 ):
     """Seen so far is acc / total, with exp(top) taken out of both: no weight exceeds 1, and none overflows."""
-    batch, head, lead, bits = _own(asked, heads, stride, phase, by_heads, by_stride, ROWS)
+    batch, head, lead, bits = _own(asked, heads, stride, each, phase, by_heads, by_stride, by_each, ROWS)
     own = lead + stride * tl.arange(0, ROWS)
     mine = tl.full((ROWS,), True, tl.int1) if EVEN else own < n
     seats += (batch * heads + head) * len(outs) * SEAT
@@ -585,7 +599,7 @@ def _merge(
     tl.store(new_lse + _offset(new_strides, batch, own, head, 3), lse, mask=mine)
 
 
-@triton.jit(do_not_specialize=["phase", "by_heads", "by_stride"])
+@triton.jit(do_not_specialize=["each", "phase", "by_heads", "by_stride", "by_each"])
 def _add(
     outs,
     looks,
@@ -599,9 +613,11 @@ def _add(
     n,
     heads,
     stride,
+    each,
     phase,
     by_heads,
     by_stride,
+    by_each,
     HAS_OLD: tl.constexpr,
     AT_HOME: tl.constexpr,
     EVEN: tl.constexpr,
@@ -611,7 +627,7 @@ def _add(
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    batch, head, lead, bits = _own(asked, heads, stride, phase, by_heads, by_stride, ROWS)
+    batch, head, lead, bits = _own(asked, heads, stride, each, phase, by_heads, by_stride, by_each, ROWS)
     own = lead + stride * tl.arange(0, ROWS)
     mine = tl.full((ROWS,), True, tl.int1) if EVEN else own < n
     seats += (batch * heads + head) * len(outs) * SEAT
