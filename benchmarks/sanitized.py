@@ -1,0 +1,64 @@
+"""What compute-sanitizer is to watch: our Triton kernels, and under torchrun the transport through symmetric memory.
+
+compute-sanitizer python benchmarks/sanitized.py
+compute-sanitizer --tool racecheck python benchmarks/sanitized.py
+TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 compute-sanitizer --target-processes all \
+    torchrun --nproc-per-node 2 benchmarks/sanitized.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import longring as lr
+
+SEGMENTS, RATES = [512, 2048], [1, 4]
+SHAPES = [(4099, 4, 4, 64), (3000, 4, 2, 128), (8192, 4, 4, 64), (8192, 4, 2, 128)]  # tokens, heads, kv heads, d
+
+
+def tensors(tokens: int, heads: int, kv_heads: int, d: int) -> list[Tensor]:
+    """The same on every rank."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    shapes = [(1, tokens, h, d) for h in (heads, kv_heads, kv_heads)]
+    return [torch.randn(s, device="cuda", dtype=torch.bfloat16, generator=draw).requires_grad_() for s in shapes]
+
+
+def one_process() -> None:
+    """Tiles by our own kernel and by the fastest; parts merged and added, of lengths that come out even and do not."""
+    for kernel in ("triton", "auto"):
+        for shape in SHAPES:
+            q, k, v = tensors(*shape)
+            words = {"segment_lengths": SEGMENTS, "dilation_rates": RATES, "kernel": kernel}
+            lr.dilated_attention(q, k, v, **words).sum().backward()
+            packed = lr.Dense(causal=True, documents=[0, 700, 1900, shape[0]])
+            lr.attention(q, k, v, pattern=packed, kernel=kernel).sum().backward()
+            torch.cuda.synchronize()
+            print(kernel, shape, q.grad.float().norm().item(), flush=True)
+    lr.simulate(*tensors(5001, 4, 2, 64), ranks=4).out.sum().backward()
+    torch.cuda.synchronize()
+    print("a ring of four, one after the other", flush=True)
+
+
+def ranks() -> None:
+    torch.cuda.set_device(0)
+    dist.init_process_group("gloo")
+    for layout in ("zigzag", "contiguous"):
+        sharding = lr.Sharding(4099, layout=layout)
+        q, k, v = (sharding.shard(x.detach()).requires_grad_() for x in tensors(4099, 4, 2, 64))
+        if layout == "zigzag":
+            out = lr.ring_attention(q, k, v, sharding=sharding, causal=True)
+        else:
+            out = lr.dilated_attention(q, k, v, segment_lengths=SEGMENTS, dilation_rates=RATES, sharding=sharding)
+        out.sum().backward()
+        torch.cuda.synchronize()
+        print(dist.get_rank(), layout, q.grad.float().norm().item(), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    ranks() if "RANK" in os.environ else one_process()
