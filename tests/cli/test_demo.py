@@ -15,7 +15,6 @@ from longring import launching
 from longring.bench import demonstration
 from longring.cli import app, main
 from longring.cli.browser import show
-from longring.errors import ArgumentError
 from longring.geometry.layouts import LAYOUTS
 from longring.geometry.plans import PLANS
 
@@ -159,10 +158,13 @@ def test_under_torchrun_it_says_that_it_starts_its_own_ranks(monkeypatch, capsys
     assert (stopped.value.code, capsys.readouterr().err.count("run it without torchrun")) == (2, 1)
 
 
-def test_debug_shows_the_traceback(monkeypatch):
+def test_debug_shows_the_traceback_and_leaves_the_exit_code(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["longring", "--debug", "demo", "--heads", "8", "--kv-heads", "3"])
-    with pytest.raises(ArgumentError, match="multiple of --kv-heads"):
+    with pytest.raises(SystemExit) as stopped:
         main()
+    said = capsys.readouterr().err
+    assert (stopped.value.code, said.count("Traceback")) == (2, 1)
+    assert "multiple of --kv-heads" in said.splitlines()[-1]
 
 
 @pytest.fixture

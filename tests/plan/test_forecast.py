@@ -408,6 +408,15 @@ def test_what_is_held_is_held_by_the_rank_that_is_named():
     assert found.rank != 1
 
 
+@pytest.mark.parametrize(("ranks", "most"), [(1, None), (8, 64), (64, 8)])
+def test_dilated_rows_dealt_like_cards_are_counted_as_far_as_that_takes_moments(ranks, most):
+    """Each of them meets those of every other rank in every segment, and none stands for another."""
+    question = asked(pattern=Dilated([4096, 4096], [1, 3]), tokens=2, ranks=ranks, nodes=1)
+    found = longest(question, "ring", "striped", is_rough=True)
+    assert found.is_at_least == (most is not None)
+    assert most is None or 4096 * most // 2 <= found.tokens <= 4096 * most
+
+
 @pytest.mark.parametrize("layers", [1, 32])
 @pytest.mark.parametrize("pattern", [Dense(), Dense(window=(999, 0)), Dilated([2048, 8192, 1 << 20], [1, 4, 512])])
 def test_how_long_one_can_go_does_not_depend_on_how_long_one_asked_to_go(pattern, layers):

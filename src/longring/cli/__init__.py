@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
@@ -99,9 +100,11 @@ def main() -> None:
     except BrokenPipeError:
         code = _fall_silent()
     except Exception as failure:
+        said, code = _told(failure)
         if is_debugging:
-            raise
-        code = _complain(*_told(failure))
+            traceback.print_exc()
+        else:
+            _complain(said, code)
     sys.exit(code)
 
 

@@ -35,6 +35,7 @@ DILATED_PLAYED_AT_MOST = 32  # where every pair of ranks is looked at
 MOST_TOKENS = 10**15
 SEGMENTS_COUNTED = 1 << 22  # on a rank, where they repeat
 ONE_BY_ONE = 1024  # and where their rows are named one by one
+LIKE_CARDS = 1 << 9  # times the ranks, where rows are dealt so: each of them meets each of the others in every one
 FEW_RANKS = 16  # all of them are asked; of more a few, which speak for the rest
 SHORT = 0.4  # of the memory: the fullest of many ranks was seen to hold up to 2.3 times what the one that is asked does
 ROWS_NAMED = 1 << 18  # dilated rows that ulysses names one by one take seconds beyond
@@ -605,7 +606,8 @@ def longest(question: Question, schedule: str, layout: str, *, is_rough: bool = 
     """
     *blocks, last = _blocks(question.pattern)
     for block in blocks:
-        if _likely_tokens(question) < MANY_BLOCKS * block:
+        is_too_much = block * question.ranks > _countable_tokens(question, schedule, layout)
+        if is_too_much or _likely_tokens(question) < MANY_BLOCKS * block:
             continue
         found = _longest(question, schedule, layout, block, is_rough)
         if found.is_at_least or found.tokens >= MANY_BLOCKS * found.granule:
@@ -624,7 +626,7 @@ def _blocks(pattern: Pattern) -> list[int]:
 def _longest(question: Question, schedule: str, layout: str, block: int, is_rough: bool) -> Longest:
     """Found by ranks that speak for the others; where another one does not fit, it speaks as well."""
     granule = block * question.ranks
-    most = max(1, _countable_tokens(question, schedule) // granule)
+    most = max(1, _countable_tokens(question, schedule, layout) // granule)
     guess = min(most, max(1, _likely_tokens(question) // block))
     is_few = question.asks_every_rank
     speakers = list(range(question.ranks)) if is_few else [_asked(replace(question, tokens=granule), layout)]
@@ -654,12 +656,15 @@ def _likely_tokens(question: Question) -> int:
     return question.memory_bytes // (one.saved_bytes * (question.layers + LAYERS_AT_WORK))
 
 
-def _countable_tokens(question: Question, schedule: str) -> int:
+def _countable_tokens(question: Question, schedule: str, layout: str) -> int:
     """So many at most, that a rank's tiles are counted in moments; segments that repeat are counted by thousands."""
     if not isinstance(question.pattern, Dilated):
         return MOST_TOKENS
+    shortest = min(w for w, _ in question.pattern.branches)
+    if layout == "striped" and question.ranks > 1:
+        return shortest * max(1, LIKE_CARDS // question.ranks)
     counted = SEGMENTS_COUNTED if is_counted_quickly(question, schedule) else ONE_BY_ONE
-    return min(MOST_TOKENS, min(w for w, _ in question.pattern.branches) * counted * question.ranks)
+    return min(MOST_TOKENS, shortest * counted * question.ranks)
 
 
 def last_that_fits(
