@@ -12,6 +12,7 @@ import longring as lr
 from longring.kernels.operations.cpu import CpuFlash
 from longring.testing import Result, judge, run_ranks
 from longring.testing.budgets import distance
+from longring.transport.alone import Alone
 
 DILATED = {"segment_lengths": [4, 8], "dilation_rates": [1, 2]}
 
@@ -306,6 +307,18 @@ def test_a_forgotten_group_never_becomes_local_attention(monkeypatch):
     with pytest.raises(lr.ScheduleRefusal, match="world of 4 ranks"):
         lr.attention(q, k, v, schedule="gather")
     assert lr.attention(q, k, v).shape == q.shape  # a module inside DDP stays local
+
+
+def test_a_sharding_without_a_group_is_a_forgotten_group_too(monkeypatch):
+    q, k, v = tensors(n_q=12)
+    s = lr.Sharding(12)
+    assert lr.ring_attention(q, k, v, sharding=s).shape == q.shape  # in a world of one it is right
+    monkeypatch.setattr("longring.call.world_size", lambda: 4)
+    with pytest.raises(lr.ScheduleRefusal, match="world of 4 ranks with a sharding that has no group; make it with"):
+        lr.ring_attention(q, k, v, sharding=s)
+    assert lr.attention(q, k, v, sharding=s).shape == q.shape
+    whole = lr.Sharding(12, Alone())
+    assert lr.ring_attention(q, k, v, sharding=whole).shape == q.shape  # named: a group of one is a group
 
 
 @pytest.mark.parametrize("schedule", ["ring", "exchange", "gather"])

@@ -189,6 +189,7 @@ def _transport(options: Options) -> Transport:
                 f"say who holds which keys; got {options.kv_sharding!r}"
             )
         return options.kv_sharding.transport
+    _refuse_forgotten_group(options)
     if options.sharding is not None:
         if not isinstance(options.sharding, Sharding):
             raise ArgumentError(
@@ -200,12 +201,19 @@ def _transport(options: Options) -> Transport:
         raise ArgumentError("kv_sharding was given without sharding, which says how the queries are dealt")
     if options.group is not None:
         return transport_for(options.group)
-    if options.schedule != "auto" and (size := world_size()) > 1:
-        raise ScheduleRefusal(
-            f"schedule {options.schedule!r} was asked for in a world of {size} ranks with neither sharding nor group; "
-            "pass one of them, or schedule='auto' for attention on this rank alone"
-        )
     return Alone()
+
+
+def _refuse_forgotten_group(options: Options) -> None:
+    """A ring that was asked for by name must not become attention of one rank, for want of a word."""
+    given = options.group if options.sharding is None else getattr(options.sharding, "group", options.sharding)
+    if given is not None or options.schedule == "auto" or (size := world_size()) == 1:
+        return
+    asked = f"schedule {options.schedule!r} was asked for in a world of {size} ranks"
+    alone = "schedule='auto' for attention on this rank alone"
+    if options.sharding is None:
+        raise ScheduleRefusal(f"{asked} with neither sharding nor group; pass one of them, or {alone}")
+    raise ScheduleRefusal(f"{asked} with a sharding that has no group; make it with group=..., or pass {alone}")
 
 
 def _layouts(q: Tensor, k: Tensor, options: Options) -> tuple[Layout, Layout]:

@@ -34,17 +34,19 @@ def raised(function, *args, **options):
 
 
 def forgotten():
-    """(a ring without a sharding, attention that has no ring in it and so stays on its rank)"""
+    """(rings without a sharding or its group, attention that has no ring in it and so stays on its rank)"""
     ring = raised(module(Multihead, attention=RingAttention()), drawn())
     q = torch.ones(1, 4, 2, 8)
-    return ring, raised(RingAttention(), q, q, q), module()(drawn())[0].detach()
+    without_group = raised(RingAttention(), q, q, q, sharding=lr.Sharding(4))
+    return ring, raised(RingAttention(), q, q, q), without_group, module()(drawn())[0].detach()
 
 
 def test_a_forgotten_sharding_is_an_error_in_a_ring():
+    wanting = ["neither sharding nor group", "neither sharding nor group", "a sharding that has no group"]
     for *rings, local in lr.launch(forgotten, ranks=2, timeout=60):
-        for kind, text in rings:
+        for (kind, text), want in zip(rings, wanting, strict=True):
             assert kind == "ScheduleRefusal"
-            assert "in a world of 2 ranks with neither sharding nor group" in text
+            assert f"in a world of 2 ranks with {want}" in text
         torch.testing.assert_close(local, module()(drawn())[0].detach())
 
 
