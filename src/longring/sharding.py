@@ -24,6 +24,8 @@ from .transport.select import transport_for
 class Sharding:
     """Which rank of `group` holds which of `length` tokens. A frozen value, the same on every rank.
 
+    group:      a torch ProcessGroup or DeviceMesh, or a transport. None is this process alone, which a ring that is
+                asked for by name refuses where torch.distributed knows of several ranks.
     layout:     "contiguous", "zigzag" (one early and one late chunk each, for causal attention), "striped"
                 (dealt like cards), "dealt" (chunks dealt by work, for documents), or "auto" with `pattern`.
     documents:  for "dealt": boundaries [0, b1, ..., length], or one such list per batch row.
