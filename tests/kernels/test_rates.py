@@ -195,6 +195,7 @@ def gpu(monkeypatch):
             "longring.kernels.operations.triton.is_available", lambda _: triton and capability >= (7, 0)
         )
         fused._picked.cache_clear()
+        select._chosen.clear()
 
     stand_in = SimpleNamespace(
         cuda=torch.cuda, empty=lambda *_, dtype, device: SimpleNamespace(dtype=dtype, device=device)
@@ -202,6 +203,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(fused, "torch", stand_in)
     yield pretend
     fused._picked.cache_clear()
+    select._chosen.clear()
 
 
 def tensor(dtype=torch.bfloat16, d=64) -> Any:

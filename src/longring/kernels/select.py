@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from torch import Tensor
 
 from ..errors import KernelRefusal
@@ -57,6 +58,19 @@ def _is_for_others(strict: Kernel, kernel: Kernel, q: Tensor, k: Tensor) -> bool
 
 
 def _fastest(q: Tensor, k: Tensor, deterministic: bool) -> tuple[Kernel, str]:
+    """Remembered, since what an operation refuses is a matter of device, dtype and head dimension, and slow to ask."""
+    asked = q.device, q.dtype, q.shape[3], deterministic
+    if asked not in _chosen:
+        _chosen[asked] = _choose(q, deterministic)
+    kernel, why = _chosen[asked]
+    _log.debug("kernel %s: %s", kernel.name, why)
+    return kernel, why
+
+
+_chosen: dict[tuple[torch.device, torch.dtype, int, bool], tuple[Kernel, str]] = {}
+
+
+def _choose(q: Tensor, deterministic: bool) -> tuple[Kernel, str]:
     willing: list[Operation] = []
     refused: list[str] = []
     for operation in (*PACKAGES, *TORCH, *OURS):
@@ -67,13 +81,10 @@ def _fastest(q: Tensor, k: Tensor, deterministic: bool) -> tuple[Kernel, str]:
         else:
             refused.append(f"{operation.name} {reason}")
     if not willing:
-        kernel, why = KERNELS["reference"], "; ".join(refused)
-    elif len(willing) == 1 and willing[0] not in TORCH:
-        kernel, why = FusedKernel(willing[0].name, willing), "; ".join(refused)
-    elif all(operation in TORCH for operation in willing):
-        kernel, why = KERNELS["sdpa"], "the first choice"
-    else:
-        kernel = FusedKernel(" or ".join(operation.name for operation in willing), willing)
-        why = "the fastest of them for every tile, forward and backward"
-    _log.debug("kernel %s: %s", kernel.name, why)
-    return kernel, why
+        return KERNELS["reference"], "; ".join(refused)
+    if len(willing) == 1 and willing[0] not in TORCH:
+        return FusedKernel(willing[0].name, willing), "; ".join(refused)
+    if all(operation in TORCH for operation in willing):
+        return KERNELS["sdpa"], "the first choice"
+    name = " or ".join(operation.name for operation in willing)
+    return FusedKernel(name, willing), "the fastest of them for every tile, forward and backward"
