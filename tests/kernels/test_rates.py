@@ -433,6 +433,22 @@ def test_auto_says_what_it_took(gpu):
     assert all(operation.name in why for operation in select.ON_GPU)
 
 
+def test_auto_asks_once_for_each_kind_of_tensor(gpu, monkeypatch):
+    gpu(HOPPER_GPU, packages=[FA4])
+    kinds = [
+        {"q": tensor(dtype, d), "deterministic": strict}
+        for dtype in (torch.bfloat16, torch.float32, torch.float64)
+        for d in (64, 200, 512)
+        for strict in (False, True)
+    ]
+    first = [select_kernel("auto", k=kind["q"], **kind) for kind in kinds]
+    assert [(kernel.name, why) for kernel, why in first] == [
+        (kernel.name, why) for kernel, why in (select._choose(*kind.values()) for kind in kinds)
+    ]
+    monkeypatch.setattr(flash_attn.Package, "refusal", lambda package: pytest.fail("asked again"))
+    assert [select_kernel("auto", k=kind["q"], **kind) for kind in reversed(kinds)] == first[::-1]
+
+
 def test_auto_with_one_operation_left_has_its_name(gpu):
     gpu(AMPERE)
     kernel, why = select_kernel("auto", tensor(), tensor(), deterministic=True)
