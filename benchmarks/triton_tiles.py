@@ -22,6 +22,7 @@ from triton.runtime.errors import OutOfResources
 import longring as lr
 from longring.geometry.itinerary import tiles_between
 from longring.geometry.layouts import deal
+from longring.geometry.packs import Trays, apart
 from longring.geometry.patterns import Problem
 from longring.geometry.task import Task
 from longring.geometry.tiles import without_bands
@@ -172,6 +173,10 @@ def tried(name: str, sizes: list[Blocks], run: Callable[[Blocks], object], check
     return best
 
 
+def on_trays(x: Tensor, trays: Trays) -> list[Tensor]:
+    return [tiles._on_tray(x, tray) for tray in trays.trays]
+
+
 def run_case(name: str, is_sweep: bool) -> None:
     pattern, n, heads, d = CASES[name]
     x, found = tensors(n, heads, d), stacks_of(pattern, n, heads)
@@ -182,23 +187,24 @@ def run_case(name: str, is_sweep: bool) -> None:
     if is_sweep:
         sizes = [[Blocks(*size) for size in some[d]] for some in (FORWARD, DQ, DKV)]
     delta, log2 = tiles._row_terms(x.dout, x.out, x.lse, None)
-    terms = tiles._queries_backward(x.dout, delta, log2, *x[:3], found, x.scale, x.q.dtype, table.dq)[1]
+    pack = apart(found)
+    terms = tiles._queries_backward(x.dout, delta, log2, *x[:3], pack, x.scale, None, table.dq)[1]
     before = milliseconds(lambda: tiles._row_terms(x.dout, x.out, x.lse, None))
 
     def forward(blocks: Blocks) -> list[tuple[Tensor, Tensor]]:
-        return tiles.forward(*x[:3], found, x.scale, sizes=table._replace(forward=blocks))
+        return tiles.forward(*x[:3], pack, x.scale, sizes=table._replace(forward=blocks))
 
     def dq(blocks: Blocks) -> Tensor:
-        return tiles._queries_backward(x.dout, delta, log2, *x[:3], found, x.scale, x.q.dtype, blocks)[0]
+        return tiles._queries_backward(x.dout, delta, log2, *x[:3], pack, x.scale, None, blocks)[0]
 
     def dkv(blocks: Blocks) -> tuple[Tensor, Tensor]:
-        return tiles._keys_backward(x.dout, terms, *x[:3], found, x.scale, x.q.dtype, blocks)
+        return tiles._keys_backward(x.dout, terms, *x[:3], pack, x.scale, None, blocks)
 
     tried("forward", sizes[0], forward, lambda got: check_forward(x, found, got), flop)
     # three and four of the products of a square's sides; together they count as the five that are needed
-    queries = tried("dq", sizes[1], dq, lambda got: check_dq(x, found, tiles._by_rows(got, found)), 1.5 * flop)
+    queries = tried("dq", sizes[1], dq, lambda got: check_dq(x, found, on_trays(got, pack.queries)), 1.5 * flop)
     keys = tried(
-        "dkv", sizes[2], dkv, lambda got: check_dkv(x, found, *(tiles._by_keys(g, found) for g in got)), 2.0 * flop
+        "dkv", sizes[2], dkv, lambda got: check_dkv(x, found, *(on_trays(g, pack.keys) for g in got)), 2.0 * flop
     )
     total = before + queries + keys
     print(f"  backward {total:.2f} ms, {before:.2f} of it for the rows' terms: {2.5 * flop / total * 1e-9:.0f} TFLOP/s")

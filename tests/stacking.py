@@ -10,9 +10,10 @@ from torch import Tensor
 
 from longring.geometry.itinerary import tiles_between
 from longring.geometry.layouts import deal
+from longring.geometry.packs import apart
 from longring.geometry.patterns import Pattern, Problem
 from longring.geometry.task import Task
-from longring.geometry.tiles import without_bands
+from longring.geometry.tiles import Tile, without_bands
 from longring.kernels.places import Place, Stack, stacks
 from longring.numerics.online_softmax import merge_
 from longring.testing import Result
@@ -23,11 +24,14 @@ def draw(*shapes: Sequence[int], dtype: torch.dtype, device: str = "cpu", seed: 
     return [torch.randn(shape, generator=numbers, dtype=torch.float64).to(device, dtype) for shape in shapes]
 
 
-def pattern_stacks(pattern: Pattern, batch: int, n: int, heads: int, kv_heads: int) -> list[Stack]:
+def pattern_tiles(pattern: Pattern, batch: int, n: int, heads: int, kv_heads: int) -> tuple[Tile, ...]:
     whole = deal("contiguous", n, 1)
-    task = Task(pattern, Problem(batch, n, n, kv_heads, 0), whole, whole, heads)
-    tiles = [piece for tile in tiles_between(task, 0, 0) for piece in without_bands(tile)]
-    return stacks(tiles, heads // kv_heads)
+    return tiles_between(Task(pattern, Problem(batch, n, n, kv_heads, 0), whole, whole, heads), 0, 0)
+
+
+def pattern_stacks(pattern: Pattern, batch: int, n: int, heads: int, kv_heads: int) -> list[Stack]:
+    tiles = pattern_tiles(pattern, batch, n, heads, kv_heads)
+    return stacks([piece for tile in tiles for piece in without_bands(tile)], heads // kv_heads)
 
 
 def some_stack(rng: random.Random, batch: int, n: int, kv_heads: int, share: int) -> Stack:
@@ -102,7 +106,7 @@ def merged(parts: Sequence[tuple[Tensor, Tensor]], found: Sequence[Stack], q: Te
 
 def through_stacks(
     forward: Callable[..., list],
-    backward: Callable[..., list],
+    backward: Callable[..., tuple],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -112,9 +116,10 @@ def through_stacks(
     dlse: Tensor | None,
 ) -> Result:
     """Whole rows by the functions under test: every stack, merged and summed."""
-    out, lse = merged(forward(q, k, v, found, scale), found, q)
+    pack = apart(found)
+    out, lse = merged(forward(q, k, v, pack, scale), found, q)
     sums = [torch.zeros(x.shape, dtype=torch.float64, device=x.device) for x in (q, k, v)]
-    for grads, stack in zip(backward(dout, out, lse, dlse, q, k, v, found, scale), found, strict=True):
+    for *grads, stack in zip(*backward(dout, out, lse, dlse, q, k, v, pack, scale), found, strict=True):
         for total, grad, place in zip(sums, grads, (stack.queries, stack.keys, stack.keys), strict=True):
             place.view(total).add_(grad)
     return Result(out, lse, *sums)

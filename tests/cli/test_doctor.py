@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 
+from choices import forget_choices
 from longring.bench import doctor
 from longring.bench.doctor import advice, devices, network, nvidia, transports
 from longring.bench.doctor.devices import Gpu, Links
 from longring.bench.doctor.kernels import kernels_on
 from longring.cli import main
 from longring.cli.doctor import _kernel_lines, _print_page, _self_tests, screen
-from longring.kernels import fused
 from longring.testing import self_test
 
 QUESTIONS = [question.name for question in self_test.QUESTIONS]
@@ -172,10 +172,10 @@ def on_gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         return kernels_on("cuda:0")
 
-    fused._picked.cache_clear()
+    forget_choices()
     with FakeTensorMode():
         yield found
-    fused._picked.cache_clear()  # a GPU that is there may choose otherwise
+    forget_choices()  # a GPU that is there may choose otherwise
 
 
 @pytest.fixture

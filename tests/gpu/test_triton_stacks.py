@@ -9,6 +9,7 @@ import torch
 
 import longring as lr
 import stacking
+from longring.geometry.packs import apart
 from longring.kernels.places import Place, Stack
 from longring.testing import judge
 from longring.testing.budgets import distance
@@ -30,11 +31,12 @@ def tensors(batch, n, kv_heads, share, d, dtype, seed=0):
 
 def check(q, k, v, found, scale, dout, dlse=None):
     want = [stacking.attended(q, k, v, stack, scale) for stack in found]
-    for (out, lse), expected in zip(tiles.forward(q, k, v, found, scale), want, strict=True):
+    for (out, lse), expected in zip(tiles.forward(q, k, v, apart(found), scale), want, strict=True):
         assert distance(out, expected[0]) <= NEAR[q.dtype] * expected[0].norm()
         assert distance(lse, expected[1]) <= NEAR[torch.float32] * expected[1].norm().clamp(min=1)
     out, lse = stacking.merged(want, found, q)
-    for grads, stack in zip(tiles.backward(dout, out, lse, dlse, q, k, v, found, scale), found, strict=True):
+    got = tiles.backward(dout, out, lse, dlse, q, k, v, apart(found), scale)
+    for *grads, stack in zip(*got, found, strict=True):
         for grad, expected in zip(grads, stacking.gradients(dout, out, lse, dlse, q, k, v, stack, scale), strict=True):
             terms = abs(scale) * expected.numel() ** 0.5  # what a gradient near 0 is the difference of
             assert distance(grad, expected) <= 2 * NEAR[q.dtype] * max(expected.norm(), terms)
@@ -83,22 +85,20 @@ def test_rows_beyond_two_to_the_31_elements():
     n, heads, d, few = 1_200_000, 16, 128, 700
     q, k, v, dout = (torch.randn(1, n, heads, d, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     assert q.numel() > 1 << 31
-    far, near = (range(start, start + few) for start in (n - few, 0))
-    stacks = [Stack(*(Place(range(1), 1, 0, range(heads), 0, rows, 1),) * 2, "causal") for rows in (far, near)]
+    places = [Place(range(1), 1, 0, range(heads), 0, range(start, start + few), 1) for start in (n - few, 0)]
+    far, near = (apart([Stack(place, place, "causal")]) for place in places)
     tail = [x[:, -few:].contiguous() for x in (q, k, v, dout)]
     out, lse = torch.zeros_like(q), torch.full((1, heads, n), 9.0, device="cuda")
-    for there, here in zip(
-        tiles.forward(q, k, v, stacks[:1], 0.09)[0], tiles.forward(*tail[:3], stacks[1:], 0.09)[0], strict=True
-    ):
+    for there, here in zip(tiles.forward(q, k, v, far, 0.09)[0], tiles.forward(*tail[:3], near, 0.09)[0], strict=True):
         assert torch.equal(there, here)
-    there = tiles.backward(dout, out, lse, None, q, k, v, stacks[:1], 0.09)[0]
-    here = tiles.backward(tail[3], out[:, -few:], lse[:, :, -few:], None, *tail[:3], stacks[1:], 0.09)[0]
-    assert all(torch.equal(a, b) for a, b in zip(there, here, strict=True))
+    there = tiles.backward(dout, out, lse, None, q, k, v, far, 0.09)
+    here = tiles.backward(tail[3], out[:, -few:], lse[:, :, -few:], None, *tail[:3], near, 0.09)
+    assert all(torch.equal(a, b) for (a,), (b,) in zip(there, here, strict=True))
 
 
 def longnet(n=8192, heads=16):
     found = stacking.pattern_stacks(lr.Dilated([512, 1024, 2048], [1, 2, 4]), 1, n, heads, heads)
-    return *tensors(1, n, heads, 1, 128, torch.bfloat16), found
+    return *tensors(1, n, heads, 1, 128, torch.bfloat16), apart(found)
 
 
 def test_the_same_bits_again():

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import longring as lr
-from longring.kernels import fused, select
+from choices import forget_choices
 from longring.kernels.operations import flash_attn
 from longring.kernels.operations.contract import Rows
 from longring.kernels.operations.flash_attn import FlashAttn2, FlashAttn3, FlashAttn4
@@ -46,9 +46,9 @@ PATTERNS = {
 
 def forget():
     """What was found out of packages, and what was imported of them."""
-    for found in (flash_attn.is_there, flash_attn._version_of, flash_attn._loaded, flash_attn._broken, fused._picked):
+    for found in (flash_attn.is_there, flash_attn._version_of, flash_attn._loaded, flash_attn._broken):
         found.cache_clear()
-    select._chosen.clear()
+    forget_choices()
     for name in [name for name in sys.modules if name.startswith("flash_attn")]:
         del sys.modules[name]
 
@@ -80,8 +80,7 @@ def on_gpu(monkeypatch):
 
     def become(major, minor=0):
         monkeypatch.setattr(flash_attn, "capability", lambda device: (major, minor))
-        fused._picked.cache_clear()
-        select._chosen.clear()
+        forget_choices()
 
     monkeypatch.setattr(flash_attn, "not_for", not_for)
     monkeypatch.setattr(flash_attn, "not_on_cuda", lambda q: None)

@@ -9,6 +9,7 @@ import torch
 
 import longring as lr
 from attending import tensors
+from choices import forget_choices
 from longring.errors import RowsLeftOut
 from longring.geometry import portions
 from longring.kernels import fused, totals
@@ -39,6 +40,9 @@ def lazy(monkeypatch):
     for module in (totals, fused):
         monkeypatch.setattr(module, "is_lazy", lambda _: True)
     monkeypatch.setattr(portions, "SMALLEST_SLAB", 1)
+    forget_choices()
+    yield
+    forget_choices()
 
 
 @pytest.fixture
@@ -104,9 +108,7 @@ def at_home(monkeypatch):
 
     monkeypatch.setattr(CpuFlash, "forward_into", forward_into, raising=False)
     monkeypatch.setattr(CpuFlash, "backward_into", backward_into, raising=False)
-    fused._writes_in_place.cache_clear()
-    yield done
-    fused._writes_in_place.cache_clear()
+    return done
 
 
 def check(pattern, *, batch=2, scale=None, dtype=torch.float32, heads=(4, 4), with_dlse=True, **options) -> None:

@@ -11,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import longring as lr
+from choices import forget_choices
 from longring.errors import KernelRefusal
-from longring.kernels import fused, select
+from longring.kernels import rates, recipes, select
 from longring.kernels.fused import FusedKernel
 from longring.kernels.operations import flash_attn
 from longring.kernels.places import Place, Stack
 from longring.kernels.rates import HOPPER, RANKS, UNPLANNED, WORTH_A_PLAN, Case, Size, by_speed, generation
+from longring.kernels.recipes import Asked
 from longring.kernels.reference import ReferenceKernel
 from longring.kernels.select import KERNELS, OTHER_BITS, select_kernel
 
@@ -122,10 +124,17 @@ def test_a_slow_one_that_is_fast_for_once_draws_nobody_else_to_the_front():
     assert ordered == ("efficient", "flash_attn_4", "cudnn", "flash", "triton")
 
 
+def measured_were(monkeypatch, *cases):
+    monkeypatch.setattr(rates, "HOPPER", cases)
+    for name in ("_nearest", "_points"):
+        found = getattr(rates, name)
+        monkeypatch.setattr(rates, name, getattr(found, "__wrapped__", found))
+
+
 def test_equally_fast_ones_go_by_rank(monkeypatch):
     case = Case(64, 16, 64, 64, True, (5, 5), (5, 5), (5, 5), (5, 5))
-    monkeypatch.setattr("longring.kernels.rates.HOPPER", (case,))
-    order = by_speed.__wrapped__(tuple(reversed(MEASURED)), "forward", size_of(case), "hopper")
+    measured_were(monkeypatch, case)
+    order = by_speed(tuple(reversed(MEASURED)), "forward", size_of(case), "hopper")
     assert order == MEASURED
 
 
@@ -137,8 +146,8 @@ def test_the_nearest_case_is_near_in_work_in_tiles_and_in_mask(monkeypatch):
         return Case(d, heads, rows, rows, causal, **{**near, fastest: (9, 9)})
 
     def first(*cases):
-        monkeypatch.setattr("longring.kernels.rates.HOPPER", cases)
-        return by_speed.__wrapped__(MEASURED, "forward", Size(64, 64, 512, 512, True), "hopper")[0]
+        measured_were(monkeypatch, *cases)
+        return by_speed(MEASURED, "forward", Size(64, 64, 512, 512, True), "hopper")[0]
 
     exact = case(64, 64, 512, True, "efficient")
     for other in (
@@ -194,16 +203,14 @@ def gpu(monkeypatch):
         monkeypatch.setattr(
             "longring.kernels.operations.triton.is_available", lambda _: triton and capability >= (7, 0)
         )
-        fused._picked.cache_clear()
-        select._chosen.clear()
+        forget_choices()
 
     stand_in = SimpleNamespace(
         cuda=torch.cuda, empty=lambda *_, dtype, device: SimpleNamespace(dtype=dtype, device=device)
     )
-    monkeypatch.setattr(fused, "torch", stand_in)
+    monkeypatch.setattr(recipes, "torch", stand_in)
     yield pretend
-    fused._picked.cache_clear()
-    select._chosen.clear()
+    forget_choices()
 
 
 def tensor(dtype=torch.bfloat16, d=64) -> Any:
@@ -221,7 +228,8 @@ def picked(q, which: Any = "forward", some=None, *, with_dlse=False, kernel="aut
     chosen, _ = select_kernel(kernel, q, q, deterministic=deterministic)
     if not isinstance(chosen, FusedKernel):
         return chosen.name
-    operation = chosen._fastest(which, some or stack(), q, with_dlse=with_dlse)
+    asked = Asked(which, q.shape, q.shape, q.dtype, q.device, True, True, True, with_dlse)
+    operation = recipes.picked(chosen._operations, asked, recipes.size_of(some or stack(), q.shape[3]))
     return None if operation is None else operation.name
 
 
@@ -458,13 +466,14 @@ def test_auto_with_one_operation_left_has_its_name(gpu):
 
 def test_the_two_passes_ask_apart(monkeypatch):
     asked = []
-    picked = fused._picked
+    picked = recipes.picked
 
-    def noted(operations, which, *rest):
-        asked.append(which)
-        return picked(operations, which, *rest)
+    def noted(operations, call, *rest):
+        asked.append(call.which)
+        return picked(operations, call, *rest)
 
-    monkeypatch.setattr(fused, "_picked", noted)
+    monkeypatch.setattr(recipes, "picked", noted)
+    forget_choices()
     q, k, v = (torch.randn(1, 8, 2, 8, requires_grad=True) for _ in range(3))
     lr.attention(q, k, v).sum().backward()
     assert asked == ["forward", "backward"]

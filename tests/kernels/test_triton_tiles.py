@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
 import longring as lr
 import stacking
 from longring.errors import KernelRefusal
+from longring.geometry.packs import Whole, apart, pack
 from longring.kernels.places import Place, Stack
 from longring.testing import judge, relative_error
 from longring.testing.budgets import distance
@@ -20,9 +20,8 @@ from watched_memory import watched_memory
 pytest.importorskip("triton", reason="needs triton")
 
 import triton
-import triton.language as tl
-from triton.runtime import interpreter
 
+from interpreted import mended_interpreter
 from longring.kernels.triton import tiles
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs Triton's interpreter")
@@ -40,23 +39,9 @@ def _within_tensors():
 
 
 @pytest.fixture(autouse=True)
-def _interpreter(monkeypatch):
-    """Triton 3.6's interpreter mended: numpy 2.4 stops its loops, and it multiplies bfloat16 as if integers."""
-    patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
-
-    def patched(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    def widened(x):
-        if x.dtype.scalar != tl.bfloat16:
-            return x
-        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-    monkeypatch.setattr(
-        interpreter.InterpreterBuilder, "create_dot", lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest)
-    )
+def _interpreter():
+    with mended_interpreter():
+        yield
 
 
 def one(shape, rows, cols, kv_heads=1, share=1):
@@ -73,13 +58,14 @@ def check(q, k, v, found, scale, dout, dlse=None, sizes=SMALL, dtype=None):
     """Each stack forward, and backward as a part of rows that saw all of the stacks."""
     near = NEAR[dtype or q.dtype]
     want = [stacking.attended(q, k, v, stack, scale) for stack in found]
-    for (out, lse), expected in zip(tiles.forward(q, k, v, found, scale, sizes=sizes, dtype=dtype), want, strict=True):
+    pack = apart(found)
+    for (out, lse), expected in zip(tiles.forward(q, k, v, pack, scale, sizes=sizes, dtype=dtype), want, strict=True):
         assert (out.dtype, lse.dtype) == (dtype or q.dtype, torch.float32)
         assert relative_error(out, expected[0]) < max(near, NEAR[q.dtype] / 2)
         assert relative_error(lse, expected[1]) < NEAR[torch.float32]
     out, lse = stacking.merged(want, found, q)
-    got = tiles.backward(dout, out, lse, dlse, q, k, v, found, scale, sizes=sizes, dtype=dtype)
-    for grads, stack in zip(got, found, strict=True):
+    got = tiles.backward(dout, out, lse, dlse, q, k, v, pack, scale, sizes=sizes, dtype=dtype)
+    for *grads, stack in zip(*got, found, strict=True):
         for grad, expected in zip(grads, stacking.gradients(dout, out, lse, dlse, q, k, v, stack, scale), strict=True):
             assert grad.dtype == (dtype or q.dtype)
             terms = abs(scale) * expected.numel() ** 0.5  # what a gradient near 0 is the difference of
@@ -163,6 +149,59 @@ def test_a_whole_pattern_by_its_stacks(pattern, heads, kv_heads):
     assert all(verdict.ok for verdict in verdicts), verdicts
 
 
+def together(found, q, k):
+    (batch, n_q, heads, _), (n_k, kv_heads) = q.shape, k.shape[1:3]
+    return pack(found, Whole(batch, range(n_q), kv_heads, heads // kv_heads), Whole(batch, range(n_k), kv_heads, 1))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        lr.Dense(documents=[0, 7, 8, 40]),
+        lr.Dense(documents=[[0, 10, 15, 25, 30, 40], [0, 33, 40]]),
+        lr.Dense(causal=False, lengths=[17, 40]),
+        lr.Dense(window=(9, 0)),
+        lr.Dilated([8, 16, 40], [1, 2, 4]),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2)])
+def test_results_side_by_side_are_those_apart(pattern, heads, kv_heads):
+    """To the bit, and where no stack has anything there is nothing."""
+    q, k, v, dout = tensors(2, 40, kv_heads, heads // kv_heads, 16)
+    found = stacking.pattern_stacks(pattern, 2, 40, heads, kv_heads)
+    shared, own = together(found, q, k), apart(found)
+    lse = stacking.draw((2, heads, 40), dtype=torch.float32, seed=5)[0] + 4
+    seen = [tiles.forward(q, k, v, some, 0.25, sizes=SMALL) for some in (shared, own)]
+    grads = [tiles.backward(dout, q, lse, None, q, k, v, some, 0.25, sizes=SMALL) for some in (shared, own)]
+    assert len(shared.queries.trays) < len(found) or isinstance(pattern, lr.Dilated)
+    for both, some, like in [
+        ([[out for out, _ in one] for one in seen], "queries", q),
+        *zip(zip(*grads, strict=True), ("queries", "keys", "keys"), (q, k, k), strict=True),
+    ]:
+        a, b = (added_up(one, getattr(made, some).trays, like) for one, made in zip(both, (shared, own), strict=True))
+        assert torch.equal(a, b)
+    logs = [[lse for _, lse in one] for one in seen]
+    a, b = (logs_added(one, made.queries.trays, q) for one, made in zip(logs, (shared, own), strict=True))
+    torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
+
+
+def added_up(parts, trays, like):
+    total = torch.zeros(like.shape)
+    for part, tray in zip(parts, trays, strict=True):
+        assert part.shape == (*tray.shape, like.shape[3])
+        tray.place.view(total).add_(part)
+    return total
+
+
+def logs_added(parts, trays, q):
+    total = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf)
+    for part, tray in zip(parts, trays, strict=True):
+        view = tray.place.row_view(total)
+        view.copy_(torch.logaddexp(view, part))
+    return total
+
+
 def test_tensors_are_read_where_they_lie():
     """Views: heads before rows, rows with gaps, an expanded gradient."""
     n, heads, d = 30, 2, 16
@@ -180,13 +219,14 @@ def test_tensors_are_read_where_they_lie():
 def test_rows_that_saw_nothing_give_and_get_nothing():
     q, k, v, dout = tensors(1, 20, 1, 1, 16)
     out, lse = torch.zeros_like(q), torch.full((1, 1, 20), -torch.inf)
-    for grad in tiles.backward(dout, out, lse, None, q, k, v, [one("causal", 20, 20)], 0.25, sizes=SMALL)[0]:
+    pack = apart([one("causal", 20, 20)])
+    for (grad,) in tiles.backward(dout, out, lse, None, q, k, v, pack, 0.25, sizes=SMALL):
         assert not grad.any()
 
 
 def test_the_same_bits_again():
     q, k, v, _ = tensors(1, 40, 2, 2, 16)
-    found = stacking.pattern_stacks(lr.Dilated([8, 40], [1, 2]), 1, 40, 4, 2)
+    found = apart(stacking.pattern_stacks(lr.Dilated([8, 40], [1, 2]), 1, 40, 4, 2))
     once, again = (tiles.forward(q, k, v, found, 0.25, sizes=SMALL) for _ in range(2))
     assert all(torch.equal(a, b) for x, y in zip(once, again, strict=True) for a, b in zip(x, y, strict=True))
 
@@ -194,7 +234,7 @@ def test_the_same_bits_again():
 def test_every_block_is_on_the_list_once():
     found = stacking.pattern_stacks(lr.Dilated([64, 256, 1024], [1, 4, 16]), 1, 1000, 8, 4)
     for side in ("rows", "keys"):
-        work = tiles._written(torch.device("cpu"), tuple(found), 16, 1 << 18, side)
+        work = tiles._written(torch.device("cpu"), apart(found), 16, 1 << 18, side)
         places = [stack.queries if side == "rows" else stack.keys for stack in found]
         want = {
             (i, many, head, block)
@@ -210,15 +250,15 @@ def test_every_block_is_on_the_list_once():
 
 def test_a_known_call_writes_no_list():
     q, *_ = tensors(1, 20, 1, 1, 16)
-    stack = one("causal", 20, 20)
-    first, again = (tiles._work(q, [stack], BLOCK, "rows") for _ in range(2))
+    packs = [apart([one("causal", 20, 20)]) for _ in range(2)]
+    first, again = (tiles._work(q, pack, BLOCK, "rows") for pack in packs)
     assert first.items is again.items
-    assert tiles._work(q, [stack], BLOCK, "keys").items is not first.items
+    assert tiles._work(q, packs[0], BLOCK, "keys").items is not first.items
 
 
 def test_the_shelf_keeps_what_was_used_last():
     shelf = tiles._Shelf(most=100)
-    work = [tiles.Work(torch.zeros(10, 4, dtype=torch.uint8), torch.zeros(1), 10, 0, 0, 0) for _ in range(4)]
+    work = [tiles.Work(torch.zeros(10, 4, dtype=torch.uint8), torch.zeros(1), 10, 0) for _ in range(4)]
     for i in (0, 1, 0, 2):
         shelf.find(i, lambda i=i: work[i])
     assert shelf.find(0, lambda: work[3]) is work[0]
@@ -227,14 +267,14 @@ def test_the_shelf_keeps_what_was_used_last():
 
 def test_no_stacks_no_results():
     q, k, v, dout = tensors(1, 4, 1, 1, 16)
-    assert tiles.forward(q, k, v, [], 1.0) == []
-    assert tiles.backward(dout, q, torch.zeros(1, 1, 4), None, q, k, v, [], 1.0) == []
+    assert tiles.forward(q, k, v, apart([]), 1.0) == []
+    assert tiles.backward(dout, q, torch.zeros(1, 1, 4), None, q, k, v, apart([]), 1.0) == ([], [], [])
 
 
 def test_refuses_what_it_cannot_compute():
     q = torch.zeros(1, 4, 1, 16, dtype=torch.float64)
     with pytest.raises(KernelRefusal, match="float64"):
-        tiles.forward(q, q, q, [one("full", 4, 4)], 1.0)
+        tiles.forward(q, q, q, apart([one("full", 4, 4)]), 1.0)
     q = torch.zeros(1, 4, 1, 257)
     with pytest.raises(KernelRefusal, match="at most 256, got 257"):
-        tiles.forward(q, q, q, [one("full", 4, 4)], 1.0)
+        tiles.forward(q, q, q, apart([one("full", 4, 4)]), 1.0)

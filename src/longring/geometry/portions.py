@@ -22,6 +22,8 @@ HELD = 4  # parts of the total's size that may wait to be merged
 HELD_OF_SUMS = 1  # and in the backward, where memory is short
 HELD_UNTIL_DONE = 2  # where one look brings everything: no more than a float32 total of 16-bit parts would take
 ALWAYS_HELD = 1 << 26  # bytes that may wait in any case
+PACKED = 2  # times the total's size: what one launch of many stacks may leave
+PACKED_IN_ANY_CASE = 1 << 26  # bytes
 MERGED_AT_ONCE = 16  # parts that one pass takes; more of them take several, through an accumulator
 
 

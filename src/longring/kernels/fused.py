@@ -1,20 +1,20 @@
-"""Tiles by fused operations: gathered into stacks, each computed by the fastest operation that takes it."""
+"""Tiles by fused operations: gathered into stacks, each computed by the fastest operation that takes it, or many at a
+time.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
-import torch
 from torch import Tensor
 
-from ..geometry.portions import has_most, portions, stretches
 from ..geometry.ranges import moved
 from ..geometry.stacks import Place, Stack
 from ..geometry.tiles import Repeat, Tile
 from .contract import Upstream
-from .operations.contract import Homes, Operation, Rows, WritesInPlace, with_columns_for_dlse
-from .rates import Pass, Size, by_speed, generation
+from .operations.contract import Homes, Operation, Rows, with_columns_for_dlse
+from .rates import Pass
+from .recipes import Alone, Asked, Leg, Together, recipe
 from .reference import ReferenceKernel
 from .totals import Seen, Sums, is_lazy
 
@@ -38,25 +38,42 @@ class FusedKernel:
         said = (f"{o.name} {why}" for o, why in zip(self._operations, reasons, strict=True))
         return str(reasons[0]) if one else f"has no operation for this: {'; '.join(said)}"
 
+    def recipe(
+        self,
+        which: Pass,
+        tiles: Sequence[Tile],
+        q: Tensor,
+        k: Tensor,
+        *,
+        is_first: bool,
+        can_be_done: bool,
+        has_dlse: bool = False,
+        has_sign: bool = False,
+    ) -> tuple[Leg, ...]:
+        """What computes the tiles. `is_first`: nothing came before; `can_be_done`: nothing will come afterwards."""
+        asked = Asked(
+            *(which, q.shape, k.shape, q.dtype, q.device, is_lazy(q.device)), is_first, can_be_done, has_dlse, has_sign
+        )
+        return recipe(self._operations, tuple(tiles), asked)
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], *, scale: float, total: Seen | None = None
     ) -> Seen:
         total = Seen(q) if total is None else total
-        q, k, v = _aligned(q), _aligned(k), _aligned(v)
         sign, scale = _positive(scale)
+        legs = self.recipe("forward", tiles, q, k, is_first=total.is_empty, can_be_done=total.can_be_done)
+        q, k, v = _aligned(q), _aligned(k), _aligned(v)
         signed = q if sign == 1 else sign * q
-        parts = stretches(tiles, q, k, can_be_done=total.can_be_done)
-        for slab in parts:
-            found = tuple(portions(slab, q, k, is_first=total.is_empty, is_lazy=is_lazy(q.device)))
-            for stack in found:
-                is_home = total.can_be_done and len(found) > 1 and has_most(stack.queries, slab, q)
-                operation = self._fastest("forward", stack, q, is_home=is_home)
-                if operation is None:
-                    ReferenceKernel().forward(q, k, v, _as_tiles(stack), scale=sign * scale, total=total)
+        for rows, steps in legs:
+            for step in steps:
+                if isinstance(step, Together):
+                    _look_together(step, signed, k, v, scale, total)
+                elif step.operation is None:
+                    ReferenceKernel().forward(q, k, v, _as_tiles(step.stack), scale=sign * scale, total=total)
                 else:
-                    _look(operation, signed, k, v, stack, scale, total, is_home)
-            if len(parts) > 1:
-                total.rows_done(slab.rows)
+                    _look(step, step.operation, signed, k, v, scale, total)
+            if len(legs) > 1:
+                total.rows_done(rows)
         return total
 
     def backward(
@@ -71,74 +88,60 @@ class FusedKernel:
         total: Sums | None = None,
     ) -> Sums:
         total = Sums.of(q, k) if total is None else total
+        sign, scale = _positive(scale)
+        legs = self.recipe(
+            *("backward", tiles, q, k),
+            is_first=all(one.is_empty for one in total),
+            can_be_done=all(one.can_be_done for one in total),
+            has_dlse=upstream.dlse is not None,
+            has_sign=sign != 1,
+        )
         upstream = upstream._replace(dout=_aligned(upstream.dout), out=_aligned(upstream.out))
         q, k, v = _aligned(q), _aligned(k), _aligned(v)
-        sign, scale = _positive(scale)
         signed = q if sign == 1 else sign * q
-        parts = stretches(tiles, q, k, can_be_done=all(one.can_be_done for one in total))
-        for slab in parts:
-            is_first = all(one.is_empty for one in total)
-            found = tuple(portions(slab, q, k, is_first=is_first, is_lazy=is_lazy(q.device)))
-            for stack in found:
-                is_home = all(one.can_be_done for one in total) and len(found) > 1 and sign == 1
-                is_home = is_home and has_most(stack.queries, slab, q) and has_most(stack.keys, slab, k)
-                operation = self._fastest("backward", stack, q, with_dlse=upstream.dlse is not None, is_home=is_home)
-                if operation is None:
-                    ReferenceKernel().backward(upstream, q, k, v, _as_tiles(stack), scale=sign * scale, total=total)
+        for rows, steps in legs:
+            for step in steps:
+                if isinstance(step, Together):
+                    _look_back_together(step, upstream, signed, k, v, scale, total, sign)
+                elif step.operation is None:
+                    tiles = _as_tiles(step.stack)
+                    ReferenceKernel().backward(upstream, q, k, v, tiles, scale=sign * scale, total=total)
                 else:
-                    _look_back(operation, upstream, signed, k, v, stack, scale, total, sign, is_home)
-            if len(parts) > 1:
+                    _look_back(step, step.operation, upstream, signed, k, v, scale, total, sign)
+            if len(legs) > 1:
                 for one in total:
-                    one.rows_done(slab.rows)
+                    one.rows_done(rows)
         return total
 
-    def _fastest(
-        self, which: Pass, stack: Stack, q: Tensor, *, with_dlse: bool = False, is_home: bool = False
-    ) -> Operation | None:
-        """None where each of them has limits that the stack is beyond. `is_home`: others will be merged into it."""
-        place, cols = stack.queries, len(stack.keys.rows)
-        size = Size(q.shape[3], place.many * place.heads, len(place.rows), cols, stack.shape != "full")
-        return _picked(self._operations, which, size, q.dtype, q.device, with_dlse, is_home)
+
+# ----------------------------------------------------------------------------------------------- many stacks
+# these and those of one stack are functions so that their results are freed before the next make their own
 
 
-@lru_cache(maxsize=4096)
-def _picked(
-    operations: tuple[Operation, ...],
-    which: Pass,
-    size: Size,
-    dtype: torch.dtype,
-    device: torch.device,
-    with_dlse: bool,
-    is_home: bool,
-) -> Operation | None:
-    like = torch.empty(0, dtype=dtype, device=device)
-    willing = {}
-    for operation in operations:
-        d = size.d + (operation.columns_for_dlse(size.d) if with_dlse else 0)
-        if operation.refusal(like, d) is None and operation.takes(size.rows, size.cols):
-            willing[operation.name] = operation
-    if len(willing) < 2 or device.type != "cuda":
-        return next(iter(willing.values()), None)
-    kind = generation(torch.cuda.get_device_capability(device))
-    sparing = tuple(name for name, one in willing.items() if is_home and _writes_in_place(one))
-    return willing[by_speed(tuple(willing), which, size, kind, sparing)[0]]
+def _look_together(step: Together, q: Tensor, k: Tensor, v: Tensor, scale: float, total: Seen) -> None:
+    found = step.operation.forward_many(q, k, v, step.pack, scale)
+    for tray, (out, lse) in zip(step.pack.queries.trays, found, strict=True):
+        total.add(tray.place, out, lse)
 
 
-@lru_cache(maxsize=64)
-def _writes_in_place(operation: Operation) -> bool:
-    """Remembered, since to ask takes microseconds."""
-    return isinstance(operation, WritesInPlace)
+def _look_back_together(
+    step: Together, upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, scale: float, total: Sums, sign: float
+) -> None:
+    rows = Rows(upstream.dout, upstream.out, upstream.lse, upstream.dlse)
+    dq, dk, dv = step.operation.backward_many(rows, q, k, v, step.pack, scale)
+    for tray, part in zip(step.pack.queries.trays, dq, strict=True):
+        total.dq.add(tray.place, part if sign == 1 else sign * part)
+    for tray, of_k, of_v in zip(step.pack.keys.trays, dk, dv, strict=True):
+        total.dk.add(tray.place, of_k)
+        total.dv.add(tray.place, of_v)
 
 
 # ------------------------------------------------------------------------------------------------- one stack
-# the two below are functions so that a stack's results are freed before the next makes its own
 
 
-def _look(
-    operation: Operation, q: Tensor, k: Tensor, v: Tensor, stack: Stack, scale: float, total: Seen, is_home: bool
-) -> None:
-    place = stack.queries
-    home = total.home(place) if is_home and stack.shape != "flipped" and _writes_in_place(operation) else None
+def _look(step: Alone, operation: Operation, q: Tensor, k: Tensor, v: Tensor, scale: float, total: Seen) -> None:
+    stack, place = step.stack, step.stack.queries
+    home = total.home(place) if step.is_home else None
     if home is None:
         total.add(place, *_attend(operation, q, k, v, stack, scale))
     else:
@@ -153,20 +156,20 @@ def _attend(operation: Operation, q: Tensor, k: Tensor, v: Tensor, stack: Stack,
 
 
 def _look_back(
+    step: Alone,
     operation: Operation,
     upstream: Upstream,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    stack: Stack,
     scale: float,
     total: Sums,
     sign: float,
-    is_home: bool,
 ) -> None:
+    stack = step.stack
     places = stack.queries, stack.keys, stack.keys
     homes: Homes = None, None, None
-    if is_home and stack.shape != "flipped" and _writes_in_place(operation):
+    if step.is_home:
         dq, dk, dv = (one.home(place) for one, place in zip(total, places, strict=True))
         homes = dq, dk, dv
     found = _attend_backward(operation, upstream, q, k, v, stack, scale, homes)

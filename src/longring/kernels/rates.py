@@ -125,7 +125,6 @@ WORTH_A_PLAN = (
 SAVED = 1.05  # times as fast at least: what an operation is that spares a pass over its results, of 2,048 rows
 
 
-@lru_cache(maxsize=4096)
 def by_speed(
     names: tuple[str, ...], which: Pass, size: Size, kind: str, sparing: tuple[str, ...] = ()
 ) -> tuple[str, ...]:
@@ -159,11 +158,74 @@ def _rank(name: str, ranks: tuple[str, ...]) -> int:
     return ranks.index(name) if name in ranks else len(ranks)
 
 
+@lru_cache(maxsize=4096)
 def _nearest(size: Size) -> Case:
     width = min({case.d for case in HOPPER}, key=lambda d: abs(log2(d) - log2(size.d)))
-    cases = [case for case in HOPPER if case.d == width]
-    return min(cases, key=lambda case: _distance(size, Size(*case[:5])))
+    here = _Point(size.tile, size.work, size.causal)
+    return min(_points(width), key=lambda point: _distance(here, point[0]))[1]
 
 
-def _distance(a: Size, b: Size) -> float:
+class _Point(NamedTuple):
+    """Where a size lies among the measured ones."""
+
+    tile: float
+    work: float
+    causal: bool
+
+
+@lru_cache
+def _points(width: int) -> list[tuple[_Point, Case]]:
+    cases = [(Size(*case[:5]), case) for case in HOPPER if case.d == width]
+    return [(_Point(size.tile, size.work, size.causal), case) for size, case in cases]
+
+
+def _distance(a: _Point, b: _Point) -> float:
     return abs(a.tile - b.tile) + abs(a.work - b.work) + (a.causal != b.causal)
+
+
+# ------------------------------------------------------------------------------------ launches, and many at once
+
+
+class Cost(NamedTuple):
+    """Seconds that a launch takes of the host, and of the device; the longest that one program of it takes alone."""
+
+    host: float
+    device: float
+    longest: float = 0.0
+
+
+# of the host, forward and backward: estimates from what LongNet's calls took by the wall clock beside the device's
+# time (docs/records/graphs.txt), rather too little for flash-attn-4
+CALLS = {"flash_attn_4": (120e-6, 300e-6), "flash_attn_3": (60e-6, 120e-6), "flash_attn_2": (60e-6, 120e-6)}
+CALL = 40e-6, 80e-6
+CALL_OF_MANY = 80e-6, 200e-6
+CALL_OF_A_COPY = 8e-6
+COPIED = 2.5e12  # bytes per second, of those that are read and written when a tensor is turned round
+
+# what our own kernel does with many stacks at once, in TFLOP/s of whole blocks and one more for each item; of
+# docs/records/triton_tiles.txt for 128, less for 64 by what others lose there
+OF_MANY = {64: (350, 290), 128: (440, 370)}
+BLOCK = 128
+PROGRAMS = 132  # at a time
+# how fast, about, beside the generation that was measured: others' operations, and ours, which was tuned for that one
+GENERATIONS = {"hopper": (1.0, 1.0), "blackwell": (1.5, 1.0), "ampere": (0.4, 0.25), "older": (0.1, 0.05)}
+
+
+def cost_alone(name: str, which: Pass, size: Size, kind: str, *, copies: int = 0) -> Cost:
+    """Of a launch for one stack, with so many tensors copied for it or after it."""
+    backward = which == "backward"
+    measured = _nearest(size)._asdict()
+    rate = (measured.get(name) or measured["flash"])[backward] * 1e12 * GENERATIONS[kind][0]
+    work = size.flops * (2.5 if backward else 1)
+    copied = copies * size.heads * size.rows * size.d * 2 * 2 / COPIED
+    return Cost(CALLS.get(name, CALL)[backward] + copies * CALL_OF_A_COPY, work / rate + copied)
+
+
+def cost_together(which: Pass, size: Size, kind: str) -> Cost:
+    """Of a stack in a launch of many."""
+    backward = which == "backward"
+    rate = OF_MANY[64 if size.d <= 64 else 128][backward] * 1e12 * GENERATIONS[kind][1]
+    high, wide = -(-size.rows // BLOCK), -(-size.cols // BLOCK)
+    blocks = high * (high + 1) // 2 if size.causal else high * wide
+    each = (10 if backward else 4) * BLOCK * BLOCK * size.d / rate
+    return Cost(CALL_OF_MANY[backward], size.heads * (blocks + high) * each, (wide + 1) * each * PROGRAMS)

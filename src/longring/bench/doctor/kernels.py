@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +10,9 @@ from torch import Tensor
 
 from ...geometry.layouts import deal
 from ...geometry.patterns import Dense, Dilated, Pattern, Problem
-from ...geometry.portions import portions
-from ...geometry.slabs import Slab
 from ...geometry.stacks import Stack
 from ...geometry.task import Task, tiles_over_all_keys
+from ...geometry.tiles import Tile
 from ...kernels.fused import FusedKernel
 from ...kernels.rates import Pass
 from ...kernels.select import ON_GPU, TORCH, select_kernel
@@ -100,18 +98,18 @@ def _shares(kernel: object, which: Pass, pattern: Pattern, q: Tensor, k: Tensor)
     if not isinstance(kernel, FusedKernel):
         return {"reference": 1.0}
     pairs: Counter[str] = Counter()
-    for stack in _stacks(pattern, q, k):
-        operation = kernel._fastest(which, stack, q)
-        pairs["reference" if operation is None else operation.name] += _pairs(stack)
+    for leg in kernel.recipe(which, _tiles(pattern), q, k, is_first=True, can_be_done=is_lazy(q.device)):
+        for step in leg.steps:
+            name = "reference" if step.operation is None else step.operation.name
+            pairs[name] += sum(_pairs(stack) for stack in step.stacks)
     return {name: count / pairs.total() for name, count in pairs.most_common()}
 
 
-def _stacks(pattern: Pattern, q: Tensor, k: Tensor) -> Iterator[Stack]:
+def _tiles(pattern: Pattern) -> tuple[Tile, ...]:
     """As one rank is given them that holds everything."""
     dealt = deal("contiguous", TOKENS, 1)
     task = Task(pattern, Problem(1, TOKENS, TOKENS, KV_HEADS, 0), dealt, dealt, HEADS)
-    everything = Slab(range(TOKENS), tiles_over_all_keys(task, 0))
-    yield from portions(everything, q, k, is_first=True, is_lazy=is_lazy(q.device))
+    return tiles_over_all_keys(task, 0)
 
 
 def _pairs(stack: Stack) -> int:

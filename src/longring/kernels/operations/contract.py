@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...geometry.packs import Pack
+
 
 class Rows(NamedTuple):
     """What the backward pass knows of the rows of a stack."""
@@ -76,6 +78,25 @@ class WritesInPlace(Operation, Protocol):
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv, at their homes or, where one has none, in memory of its own."""
+        ...
+
+
+@runtime_checkable
+class TakesMany(Operation, Protocol):
+    """An operation that computes many stacks at once, whatever the shape of each: a pack.
+
+    It reads tensors as the caller has them, [batch, n, heads, d] and lse [batch, heads, n], takes a gradient of lse as
+    it is, and gives what each tray of the pack has on it, [many, heads, rows, d] and [many, heads, rows].
+    """
+
+    def forward_many(self, q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> list[tuple[Tensor, Tensor]]:
+        """(out, lse) by tray of the queries."""
+        ...
+
+    def backward_many(
+        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """dq by tray of the queries, dk and dv by tray of the keys."""
         ...
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
+from ...geometry.packs import Pack, apart
 from ..places import Place, Stack
 from ..triton import is_available
 from .contract import Rows
@@ -32,29 +35,41 @@ class TritonTiles:
         return 0
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        from ..triton import tiles
-
-        stacks = [_everything(q, k, causal)]
-        q, k, v = _rows_first(q, k, v)
-        return tiles.forward(q, k, v, stacks, scale)[0]
+        q, k, v, everything = *_rows_first(q, k, v), _everything(q, k, causal)
+        return self.forward_many(q, k, v, everything, scale)[0]
 
     def backward(
         self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        everything = _everything(q, k, causal)
+        dout, out, q, k, v = _rows_first(rows.dout, rows.out, q, k, v)
+        (dq,), (dk,), (dv,) = self.backward_many(Rows(dout, out, rows.lse, rows.dlse), q, k, v, everything, scale)
+        return dq, dk, dv
+
+    def forward_many(self, q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> list[tuple[Tensor, Tensor]]:
         from ..triton import tiles
 
-        stacks = [_everything(q, k, causal)]
-        dout, out, q, k, v = _rows_first(rows.dout, rows.out, q, k, v)
-        return tiles.backward(dout, out, rows.lse, rows.dlse, q, k, v, stacks, scale)[0]
+        return tiles.forward(q, k, v, pack, scale)
+
+    def backward_many(
+        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        from ..triton import tiles
+
+        return tiles.backward(*rows, q, k, v, pack, scale)
 
 
 def _rows_first(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
 
-def _everything(q: Tensor, k: Tensor, causal: bool) -> Stack:
-    """One stack of all there is in q [many, heads, rows, d] and k."""
+def _everything(q: Tensor, k: Tensor, causal: bool) -> Pack:
+    """All there is in q [many, heads, rows, d] and k, as one stack."""
     many, heads, rows, _ = q.shape
-    kv_heads, cols = k.shape[1:3]
+    return _square(many, heads, k.shape[1], rows, k.shape[2], causal)
+
+
+@lru_cache(maxsize=1024)
+def _square(many: int, heads: int, kv_heads: int, rows: int, cols: int, causal: bool) -> Pack:
     queries = Place(range(many), 1, 0, range(kv_heads), 0, range(rows), heads // kv_heads)
-    return Stack(queries, queries._replace(rows=range(cols), share=1), "causal" if causal else "full")
+    return apart([Stack(queries, queries._replace(rows=range(cols), share=1), "causal" if causal else "full")])

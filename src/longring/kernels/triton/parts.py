@@ -27,6 +27,7 @@ from torch import Tensor
 from ...geometry.portions import MERGED_AT_ONCE
 from ...numerics.online_softmax import Partial, accumulator_dtype
 from ..places import Part, Place
+from .tables import sent
 
 FARTHEST = 64  # rows from one of a program's to the next
 
@@ -290,8 +291,9 @@ def _made(
     seats = [[_seat(look, *one) for look in looks] for one in everyone]
     asked = [tuple(_asked(looks[:count], some, row, stride) for row in range(stride)) for some in seats]
     whole = [seat for some in seats for seat in some]
-    tables = _sent([_look(look, stride) for look in looks], device), _sent(whole, device), _sent(asked, device)
-    return _Known(tables, set(), rows * stride, _beats(looks, stride, rows * stride))
+    written = [_look(look, stride) for look in looks], whole, asked
+    looked, seated, bits = (sent(torch.tensor(rows, dtype=torch.int64), device) for rows in written)
+    return _Known((looked, seated, bits), set(), rows * stride, _beats(looks, stride, rows * stride))
 
 
 def _beats(looks: Sequence[_Look], stride: int, span: int) -> int | None:
@@ -321,14 +323,6 @@ def _step(place: Place) -> int:
     """Of all its rows, from repeat to repeat; 1 where they have none."""
     is_even = place.repeats == 1 or place.spacing % place.rows.step == 0
     return place.rows.step if is_even and len(place.rows) > 1 else 1
-
-
-def _sent(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
-    table = torch.tensor(rows, dtype=torch.int64)
-    if device.type != "cuda":
-        return table
-    with torch.cuda.stream(torch.cuda.Stream(device)):  # the host waits for this copy alone, and any stream may read it
-        return table.to(device)
 
 
 _NOWHERE = (FAR, 0, 0, 0)

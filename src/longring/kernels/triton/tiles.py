@@ -1,12 +1,12 @@
-"""Attention over a list of stacks in one launch, forward and backward, reading q, k, v where they lie.
+"""Attention over a pack of stacks in one launch, forward and backward, reading q, k, v where they lie.
 
 Every stack is cut into *items*: a block of its query rows (forward, dq) or of its keys (dk, dv) that one program
 computes alone. All items of all stacks are one list, so that LongNet's five branches, or a hundred documents, fill
 the device together and nothing waits for the last block of a short stack. No program adds to what another writes:
 the same input gives the same bits.
 
-Shapes: q, out, dout [batch, n_q, heads, d]; k, v [batch, n_k, kv_heads, d]; lse, dlse [batch, heads, n_q]. A stack's
-results are compact: [many, heads, rows, d] and [many, heads, rows].
+Shapes: q, out, dout [batch, n_q, heads, d]; k, v [batch, n_k, kv_heads, d]; lse, dlse [batch, heads, n_q]. Results are
+those of the pack's trays, one after the other: [many, heads, rows, d] and [many, heads, rows].
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -24,7 +24,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...errors import KernelRefusal
+from ...geometry.packs import Pack, Tray, Trays
 from ..places import Place, Stack
+from .tables import sent
 
 LARGEST_HEAD = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -52,21 +54,24 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    stacks: Sequence[Stack],
+    pack: Pack,
     scale: float,
     *,
     dtype: torch.dtype | None = None,
     sizes: Sizes | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """(out, lse) of each stack: out in `dtype` (default: the input's), lse float32, natural logarithm."""
+    """(out, lse) of each tray: out in `dtype` (default: the input's), lse float32, natural logarithm.
+
+    Rows of a tray that no stack has are 0, with an lse of -inf.
+    """
     _check(q, k, v)
-    if not stacks:
+    if not pack.stacks:
         return []
     q, k, v = (_dense_last(x) for x in (q, k, v))
     blocks = (sizes or sizes_for(q)).forward
-    work = _work(q, stacks, blocks, "rows")
-    out = torch.empty(work.rows, q.shape[3], dtype=dtype or q.dtype, device=q.device)
-    lse = torch.empty(work.rows, dtype=torch.float32, device=q.device)
+    work = _work(q, pack, blocks, "rows")
+    out = _numbers(pack.queries, q, dtype)
+    lse = _logarithms(pack.queries, q)
     with _on(q.device):
         _forward[(work.count,)](
             q,
@@ -80,7 +85,8 @@ def forward(
             **_strides(q=q, k=k, v=v),
             **_constants(q, k, blocks, is_negative=scale < 0),
         )
-    return list(zip(_by_rows(out, stacks), _by_rows(lse, stacks), strict=True))
+    trays = pack.queries.trays
+    return [(_on_tray(out, tray), _on_tray_by_head(lse, tray)) for tray in trays]
 
 
 def backward(
@@ -91,22 +97,27 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    stacks: Sequence[Stack],
+    pack: Pack,
     scale: float,
     *,
     dtype: torch.dtype | None = None,
     sizes: Sizes | None = None,
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """(dq, dk, dv) of each stack; dout, out, lse and dlse are those of whole rows, whatever part of them a stack is."""
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """dq, dk and dv, of each tray of theirs; dout, out, lse and dlse are those of whole rows, whatever a stack has."""
     _check(q, k, v)
-    if not stacks:
-        return []
+    if not pack.stacks:
+        return [], [], []
     q, k, v, dout, out = (_dense_last(x) for x in (q, k, v, dout, out))
     sizes = sizes or sizes_for(q)
     delta, log2 = _row_terms(dout, out, lse, dlse)
-    dq, terms = _queries_backward(dout, delta, log2, q, k, v, stacks, scale, dtype or q.dtype, sizes.dq)
-    dk, dv = _keys_backward(dout, terms, q, k, v, stacks, scale, dtype or q.dtype, sizes.dkv)
-    return list(zip(_by_rows(dq, stacks), _by_keys(dk, stacks), _by_keys(dv, stacks), strict=True))
+    dq, terms = _queries_backward(dout, delta, log2, q, k, v, pack, scale, dtype, sizes.dq)
+    dk, dv = _keys_backward(dout, terms, q, k, v, pack, scale, dtype, sizes.dkv)
+    of_queries, of_keys = pack.queries.trays, pack.keys.trays
+    return (
+        [_on_tray(dq, tray) for tray in of_queries],
+        [_on_tray(dk, tray) for tray in of_keys],
+        [_on_tray(dv, tray) for tray in of_keys],
+    )
 
 
 def _queries_backward(
@@ -116,15 +127,15 @@ def _queries_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    stacks: Sequence[Stack],
+    pack: Pack,
     scale: float,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     blocks: Blocks,
 ) -> tuple[Tensor, Tensor]:
     """dq, and [2, rows] of delta and log2 put together as the stacks read them."""
-    work = _work(q, stacks, blocks, "rows")
-    dq = torch.empty(work.rows, q.shape[3], dtype=dtype, device=q.device)
-    terms = torch.empty(2, work.lines, dtype=torch.float32, device=q.device)
+    work = _work(q, pack, blocks, "rows")
+    dq = _numbers(pack.queries, q, dtype)
+    terms = torch.empty(2, work.padded, dtype=torch.float32, device=q.device)
     with _on(q.device):
         _dq[(work.count,)](
             q,
@@ -137,7 +148,7 @@ def _queries_backward(
             terms,
             work.items,
             work.fields,
-            lines=work.lines,
+            padded=work.padded,
             scale2=scale * LOG2E,
             scale=scale,
             **_strides(q=q, k=k, v=v, do=dout, delta=delta.transpose(1, 2)),
@@ -152,13 +163,13 @@ def _keys_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    stacks: Sequence[Stack],
+    pack: Pack,
     scale: float,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     blocks: Blocks,
 ) -> tuple[Tensor, Tensor]:
-    work = _work(q, stacks, blocks, "keys")
-    dk, dv = (torch.empty(work.keys, q.shape[3], dtype=dtype, device=q.device) for _ in range(2))
+    work = _work(q, pack, blocks, "keys")
+    dk, dv = _numbers(pack.keys, q, dtype), _numbers(pack.keys, q, dtype)
     with _on(q.device):
         _dkv[(work.count,)](
             q,
@@ -170,7 +181,7 @@ def _keys_backward(
             dv,
             work.items,
             work.fields,
-            lines=work.lines,
+            padded=work.padded,
             scale2=scale * LOG2E,
             scale=scale,
             **_strides(q=q, k=k, v=v, do=dout),
@@ -299,37 +310,35 @@ class Work(NamedTuple):
     items: Tensor  # int32 [count, 4]: stack, which of its many, which of its heads, which block
     fields: Tensor  # int64 [stacks, FIELDS]
     count: int
-    rows: int  # compact query rows of all stacks
-    keys: int  # compact keys of all stacks
-    lines: int  # rows again, each square's padded to a multiple of 16, so that vectors of them are read at once
+    padded: int  # rows of all stacks, each square's in steps of 16, so that vectors of them are read at once
 
 
-# of a stack's fields: eight for each place, then rows, cols, lo, hi, heads, first compact row, key and line
-FIELDS: tl.constexpr = tl.constexpr(24)
+# of a stack's fields: eight for each place; rows, cols, lo, hi, heads and first line; four for each berth
+FIELDS: tl.constexpr = tl.constexpr(34)
+SIZES: tl.constexpr = tl.constexpr(16)
+OUT_BERTH: tl.constexpr = tl.constexpr(22)
+LSE_BERTH: tl.constexpr = tl.constexpr(26)
+KEY_BERTH: tl.constexpr = tl.constexpr(30)
 LINES: tl.constexpr = tl.constexpr(16)
 
 
-def _work(q: Tensor, stacks: Sequence[Stack], blocks: Blocks, side: str) -> Work:
-    stacks = tuple(stacks)
+def _work(q: Tensor, pack: Pack, blocks: Blocks, side: str) -> Work:
     row_bytes = 2 * q.shape[3] * q.element_size()
-    key = (q.device, stacks, blocks.own, row_bytes, side)
-    return _shelf.find(key, lambda: _written(q.device, stacks, blocks.own, row_bytes, side))
+    key = (q.device, pack, blocks.own, row_bytes, side)
+    return _shelf.find(key, lambda: _written(q.device, pack, blocks.own, row_bytes, side))
 
 
-def _written(device: torch.device, stacks: tuple[Stack, ...], own: int, row_bytes: int, side: str) -> Work:
-    fields, rows, keys, lines = [], 0, 0, 0
-    for stack in stacks:
-        fields.append([*_fields(stack), rows, keys, lines])
+def _written(device: torch.device, pack: Pack, own: int, row_bytes: int, side: str) -> Work:
+    fields, lines = [], 0
+    berths = zip(pack.queries.berths, pack.queries.berths_by_head, pack.keys.berths, strict=True)
+    for stack, (of_out, of_lse, of_keys) in zip(pack.stacks, berths, strict=True):
+        fields.append([*_fields(stack), lines, *of_out, *of_lse, *of_keys])
         squares, height = stack.queries.many * stack.queries.heads, len(stack.queries.rows)
-        rows += squares * height
         lines += squares * -(-height // LINES.value) * LINES.value
-        keys += stack.keys.many * stack.keys.heads * len(stack.keys.rows)
     # the longest first, so that no long item is left when all other programs have ended
-    order = sorted(range(len(stacks)), key=lambda i: -_other_length(stacks[i], side))
-    items = torch.cat([_items(i, stacks[i], own, row_bytes, side) for i in order])
-    table = torch.tensor(fields, dtype=torch.int64)
-    # blocking copies: the tables are whole before any other stream can find them on the shelf
-    return Work(items.to(device), table.to(device), len(items), rows, keys, lines)
+    order = sorted(range(len(pack.stacks)), key=lambda i: -_other_length(pack.stacks[i], side))
+    items = torch.cat([_items(i, pack.stacks[i], own, row_bytes, side) for i in order])
+    return Work(sent(items, device), sent(torch.tensor(fields, dtype=torch.int64), device), len(items), lines)
 
 
 def _fields(stack: Stack) -> list[int]:
@@ -406,17 +415,37 @@ class _Shelf:
 _shelf = _Shelf(most=256 << 20)
 
 
-def _by_rows(x: Tensor, stacks: Sequence[Stack]) -> list[Tensor]:
-    return _apart(x, [(s.queries.many, s.queries.heads, len(s.queries.rows)) for s in stacks])
+# ------------------------------------------------------------------------------------------------- results
 
 
-def _by_keys(x: Tensor, stacks: Sequence[Stack]) -> list[Tensor]:
-    return _apart(x, [(s.keys.many, s.keys.heads, len(s.keys.rows)) for s in stacks])
+def _numbers(trays: Trays, q: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """[lines, d], 0 on trays that are not written all over."""
+    made = torch.empty(trays.lines, q.shape[3], dtype=dtype or q.dtype, device=q.device)
+    for tray in trays.trays:
+        if not tray.is_full:
+            made[tray.first : tray.first + tray.lines].zero_()
+    return made
 
 
-def _apart(x: Tensor, shapes: Sequence[tuple[int, int, int]]) -> list[Tensor]:
-    parts = x.split([math.prod(shape) for shape in shapes])
-    return [part.view(*shape, *x.shape[1:]) for part, shape in zip(parts, shapes, strict=True)]
+def _logarithms(trays: Trays, q: Tensor) -> Tensor:
+    """[lines], -inf on trays that are not written all over."""
+    made = torch.empty(trays.lines, dtype=torch.float32, device=q.device)
+    for tray in trays.trays:
+        if not tray.is_full:
+            made[tray.first : tray.first + tray.lines].fill_(-torch.inf)
+    return made
+
+
+def _on_tray(x: Tensor, tray: Tray) -> Tensor:
+    """[many, heads, rows, d]"""
+    (many, heads, rows), part = tray.shape, x[tray.first : tray.first + tray.lines]
+    if tray.is_shared:
+        return part.view(many, rows, heads, -1).transpose(1, 2)
+    return part.view(many, heads, rows, -1)
+
+
+def _on_tray_by_head(x: Tensor, tray: Tray) -> Tensor:
+    return x[tray.first : tray.first + tray.lines].view(tray.shape)
 
 
 # --------------------------------------------------------------------------------------- parts of a kernel
@@ -434,7 +463,7 @@ def _start(place, many, head, by_batch, by_row, by_head):
 def _line(own_fields, many, head, rows):
     """Where the terms of a square's rows begin."""
     square = many * tl.load(own_fields + 4) + head
-    return (tl.load(own_fields + 7) // LINES + square * tl.cdiv(rows, LINES)) * LINES  # so written, plainly a multiple
+    return (tl.load(own_fields + 5) // LINES + square * tl.cdiv(rows, LINES)) * LINES  # so written, plainly a multiple
 
 
 @triton.jit
@@ -477,10 +506,17 @@ def _rows(pointer, by_row, first, most, d: tl.constexpr, width: tl.constexpr, si
 
 
 @triton.jit
-def _write(pointer, x, first_row, first, most, d: tl.constexpr, width: tl.constexpr, size: tl.constexpr):
-    """x [size, width] into compact rows, from the square's row `first` on."""
+def _berth(berth, many, head, rows):
+    """Lines of a square's rows."""
+    first = tl.load(berth) + many * tl.load(berth + 1) + head * tl.load(berth + 2)
+    return first + rows * tl.load(berth + 3)
+
+
+@triton.jit
+def _write(pointer, x, berth, many, head, first, most, d: tl.constexpr, width: tl.constexpr, size: tl.constexpr):
+    """x [size, width] where the square's rows from `first` on belong."""
     rows, cols = first + tl.arange(0, size), tl.arange(0, width)
-    pointers = pointer + (first_row + rows)[:, None] * d + cols[None, :]
+    pointers = pointer + _berth(berth, many, head, rows)[:, None] * d + cols[None, :]
     tl.store(pointers, x.to(pointer.dtype.element_ty), mask=(rows < most)[:, None] & (cols < d)[None, :])
 
 
@@ -562,10 +598,9 @@ def _forward(
     item = ITEMS + tl.program_id(0) * 4
     many, head, first = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3) * own
     queries = FIELDS_OF + tl.load(item) * FIELDS
-    keys, own_fields = queries + 8, queries + 16
+    keys, own_fields = queries + 8, queries + SIZES
     mine, theirs = tl.load(own_fields).to(tl.int32), tl.load(own_fields + 1).to(tl.int32)
     lo, hi = tl.load(own_fields + 2).to(tl.int32), tl.load(own_fields + 3).to(tl.int32)
-    first_row = tl.load(own_fields + 5) + (many * tl.load(own_fields + 4) + head) * mine
 
     Q += _start(queries, many, head, q_b, q_n, q_h)
     K += _start(keys, many, head // share, k_b, k_n, k_h)
@@ -614,8 +649,8 @@ def _forward(
     has_met = total > 0
     acc = acc / tl.where(has_met, total, 1.0)[:, None]
     lse = tl.where(has_met, most + tl.log2(tl.where(has_met, total, 1.0)), float("-inf")) * 0.6931471805599453
-    _write(OUT, acc, first_row, first, mine, d, width, own)
-    tl.store(LSE + first_row + rows, lse, mask=rows < mine)
+    _write(OUT, acc, queries + OUT_BERTH, many, head, first, mine, d, width, own)
+    tl.store(LSE + _berth(queries + LSE_BERTH, many, head, rows), lse, mask=rows < mine)
 
 
 # ------------------------------------------------------------------------------------------------ backward
@@ -648,7 +683,7 @@ def _dq(
     delta_b,
     delta_n,
     delta_h,
-    lines,
+    padded,
     scale2,
     scale,
     share: tl.constexpr,
@@ -661,10 +696,9 @@ def _dq(
     item = ITEMS + tl.program_id(0) * 4
     many, head, first = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3) * own
     queries = FIELDS_OF + tl.load(item) * FIELDS
-    keys, own_fields = queries + 8, queries + 16
+    keys, own_fields = queries + 8, queries + SIZES
     mine, theirs = tl.load(own_fields).to(tl.int32), tl.load(own_fields + 1).to(tl.int32)
     lo, hi = tl.load(own_fields + 2).to(tl.int32), tl.load(own_fields + 3).to(tl.int32)
-    first_row = tl.load(own_fields + 5) + (many * tl.load(own_fields + 4) + head) * mine
 
     Q += _start(queries, many, head, q_b, q_n, q_h)
     DO += _start(queries, many, head, do_b, do_n, do_h)
@@ -681,7 +715,7 @@ def _dq(
     log2 = tl.load(LOG2 + at + rows * apart * delta_n, mask=rows < mine, other=float("inf"))
     line = _line(own_fields, many, head, mine) + first + tl.arange(0, own)
     tl.store(TERMS + line, delta, mask=rows < mine)
-    tl.store(TERMS + lines + line, log2, mask=rows < mine)
+    tl.store(TERMS + padded + line, log2, mask=rows < mine)
     acc = tl.zeros([own, width], tl.float32)
     cols = tl.arange(0, other)
 
@@ -703,7 +737,7 @@ def _dq(
         ds = p * (tl.dot(dout, tl.trans(v), input_precision="ieee") - delta[:, None])
         acc = tl.dot(tl.where(meets, ds, 0.0).to(k.dtype), k, acc, input_precision="ieee")
 
-    _write(DQ, acc * scale, first_row, first, mine, d, width, own)
+    _write(DQ, acc * scale, queries + OUT_BERTH, many, head, first, mine, d, width, own)
 
 
 @triton.jit
@@ -729,7 +763,7 @@ def _dkv(
     do_b,
     do_n,
     do_h,
-    lines,
+    padded,
     scale2,
     scale,
     share: tl.constexpr,
@@ -742,11 +776,10 @@ def _dkv(
     item = ITEMS + tl.program_id(0) * 4
     many, kv_head, first = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3) * own
     queries = FIELDS_OF + tl.load(item) * FIELDS
-    keys, own_fields = queries + 8, queries + 16
+    keys, own_fields = queries + 8, queries + SIZES
     theirs, mine = tl.load(own_fields).to(tl.int32), tl.load(own_fields + 1).to(tl.int32)
     # seen from the keys: row a of theirs meets b where -hi <= a - b <= -lo
     lo, hi = -tl.load(own_fields + 3).to(tl.int32), -tl.load(own_fields + 2).to(tl.int32)
-    first_row = tl.load(own_fields + 6) + (many * (tl.load(own_fields + 4) // share) + kv_head) * mine
 
     k_row, v_row = tl.load(keys + 7) * k_n, tl.load(keys + 7) * v_n
     k = _rows(K + _start(keys, many, kv_head, k_b, k_n, k_h), k_row, first, mine, d, width, own, False)
@@ -764,7 +797,7 @@ def _dkv(
         q_from = Q + _start(queries, many, head, q_b, q_n, q_h)
         do_from = DO + _start(queries, many, head, do_b, do_n, do_h)
         delta_from = TERMS + _line(own_fields, many, head, theirs)
-        log2_from = delta_from + lines
+        log2_from = delta_from + padded
 
         for start in tl.range(free_from, free_to, other):
             q = _rows(q_from, q_row, start, theirs, d, width, other, True)
@@ -791,5 +824,5 @@ def _dkv(
             ds = p * (tl.dot(v, tl.trans(dout), input_precision="ieee") - delta[None, :])
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
 
-    _write(DK, dk * scale, first_row, first, mine, d, width, own)
-    _write(DV, dv, first_row, first, mine, d, width, own)
+    _write(DK, dk * scale, queries + KEY_BERTH, many, kv_head, first, mine, d, width, own)
+    _write(DV, dv, queries + KEY_BERTH, many, kv_head, first, mine, d, width, own)

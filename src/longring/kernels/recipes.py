@@ -1,0 +1,198 @@
+"""Recipes: which operation computes which stacks, and which of them one launch takes together.
+
+All of it are integers and names, found once for a kind of call and then followed as often as it is made: to ask the
+geometry and every operation again would take the host longer than a GPU needs for a small tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from ..geometry.packs import Pack, Whole, pack
+from ..geometry.portions import PACKED, PACKED_IN_ANY_CASE, has_most, portions, stretches
+from ..geometry.slabs import Slab
+from ..geometry.stacks import Place, Stack
+from ..geometry.tiles import Tile
+from .operations.contract import Operation, TakesMany, WritesInPlace
+from .rates import Cost, Pass, Size, by_speed, cost_alone, cost_together, generation
+
+
+class Alone(NamedTuple):
+    """A stack, and what computes it: None where it is beyond the limits of every operation."""
+
+    stack: Stack
+    operation: Operation | None
+    is_home: bool  # it may be written where it belongs, and others are merged into it
+
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        return (self.stack,)
+
+
+class Together(NamedTuple):
+    """Stacks of one launch."""
+
+    pack: Pack
+    operation: TakesMany
+
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        return self.pack.stacks
+
+
+class Leg(NamedTuple):
+    """A stretch of rows, and what is computed for them."""
+
+    rows: range
+    steps: tuple[Alone | Together, ...]
+
+
+class Asked(NamedTuple):
+    """What a recipe depends on, besides the tiles."""
+
+    which: Pass
+    q: torch.Size
+    k: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    is_lazy: bool  # parts may wait for each other
+    is_first: bool  # nothing was computed before
+    can_be_done: bool  # and nothing will be afterwards
+    has_dlse: bool = False
+    has_sign: bool = False  # q is negated, and dq has to be
+
+
+@lru_cache(maxsize=1024)
+def recipe(operations: tuple[Operation, ...], tiles: tuple[Tile, ...], asked: Asked) -> tuple[Leg, ...]:
+    q, k = _Shape(asked.q), _Shape(asked.k)
+    legs = []
+    for slab in stretches(tiles, q, k, can_be_done=asked.can_be_done):
+        found = tuple(portions(slab, q, k, is_first=asked.is_first, is_lazy=asked.is_lazy))
+        alone = [_alone(operations, stack, slab, len(found) > 1, asked) for stack in found]
+        legs.append(Leg(slab.rows, tuple(_gathered(operations, alone, slab, asked))))
+    return tuple(legs)
+
+
+class _Shape(NamedTuple):
+    shape: torch.Size
+
+
+# ---------------------------------------------------------------------------------------------- one by one
+
+
+def _alone(operations: tuple[Operation, ...], stack: Stack, slab: Slab, has_others: bool, asked: Asked) -> Alone:
+    is_home = asked.can_be_done and has_others and has_most(stack.queries, slab, _Shape(asked.q))
+    if asked.which == "backward":
+        is_home = is_home and not asked.has_sign and has_most(stack.keys, slab, _Shape(asked.k))
+    operation = picked(operations, asked, size_of(stack, asked.q[3]), is_home)
+    return Alone(stack, operation, is_home and stack.shape != "flipped" and isinstance(operation, WritesInPlace))
+
+
+def size_of(stack: Stack, d: int) -> Size:
+    place = stack.queries
+    return Size(d, place.many * place.heads, len(place.rows), len(stack.keys.rows), stack.shape != "full")
+
+
+def picked(operations: tuple[Operation, ...], asked: Asked, size: Size, is_home: bool = False) -> Operation | None:
+    """The fastest of the operations that take such a stack."""
+    able = willing_for(operations, asked.dtype, asked.device, size.d, asked.has_dlse)
+    willing = {operation.name: operation for operation in able if operation.takes(size.rows, size.cols)}
+    if len(willing) < 2 or asked.device.type != "cuda":
+        return next(iter(willing.values()), None)
+    sparing = tuple(name for name, one in willing.items() if is_home and isinstance(one, WritesInPlace))
+    return willing[by_speed(tuple(willing), asked.which, size, _generation(asked.device), sparing)[0]]
+
+
+@lru_cache(maxsize=256)
+def willing_for(
+    operations: tuple[Operation, ...], dtype: torch.dtype, device: torch.device, d: int, has_dlse: bool
+) -> tuple[Operation, ...]:
+    """Those that do not refuse such tensors; remembered, since they are slow to ask."""
+    like = torch.empty(0, dtype=dtype, device=device)
+    wide = [d + (one.columns_for_dlse(d) if has_dlse else 0) for one in operations]
+    return tuple(one for one, columns in zip(operations, wide, strict=True) if one.refusal(like, columns) is None)
+
+
+def _generation(device: torch.device) -> str:
+    return generation(torch.cuda.get_device_capability(device))
+
+
+# ------------------------------------------------------------------------------------------------- together
+
+WORTH_IT = 0.9  # of the time otherwise: estimates are not better than that
+
+
+def _gathered(
+    operations: tuple[Operation, ...], alone: Sequence[Alone], slab: Slab, asked: Asked
+) -> list[Alone | Together]:
+    """What is worth a launch of its own, then what goes into one with others."""
+    able = willing_for(operations, asked.dtype, asked.device, asked.q[3], asked.has_dlse)
+    operation = next((one for one in able if isinstance(one, TakesMany)), None)
+    if operation is None or not asked.is_lazy or len(alone) < 2:
+        return list(alone)
+    small = _worth_together(alone, operation, asked)
+    some = [one.stack for i, one in enumerate(alone) if i in small]
+    packs = [Together(_packed(few, slab, asked), operation) for few in _few_at_a_time(some, slab, asked)]
+    return [*(one for i, one in enumerate(alone) if i not in small), *packs]
+
+
+def _worth_together(alone: Sequence[Alone], operation: TakesMany, asked: Asked) -> set[int]:
+    """The stacks whose launches cost more than they compute: of all choices of the smallest, the quickest."""
+    everything = set(range(len(alone)))
+    if all(one.operation is operation for one in alone):
+        return everything
+    kind = _generation(asked.device) if asked.device.type == "cuda" else "hopper"
+    by_itself = [_cost(one, asked, kind) for one in alone]
+    with_others = [cost_together(asked.which, size_of(one.stack, asked.q[3]), kind) for one in alone]
+    order = sorted(everything, key=lambda i: by_itself[i].device)
+    times = {0: _wall(by_itself, [])}
+    for many in range(2, len(alone) + 1):
+        times[many] = _wall([by_itself[i] for i in order[many:]], [with_others[i] for i in order[:many]])
+    best = min(times, key=lambda many: times[many])
+    return set(order[:best]) if times[best] < WORTH_IT * times[0] else set()
+
+
+def _cost(one: Alone, asked: Asked, kind: str) -> Cost:
+    if one.operation is None:
+        return Cost(0.0, 0.0)  # the reference's: nobody else takes it
+    flips = (6 if asked.which == "forward" else 12) if one.stack.shape == "flipped" else 0
+    return cost_alone(one.operation.name, asked.which, size_of(one.stack, asked.q[3]), kind, copies=flips)
+
+
+def _wall(by_itself: Sequence[Cost], with_others: Sequence[Cost]) -> float:
+    """Host and device work beside each other, and whoever is slower decides."""
+    host = sum(one.host for one in by_itself) + max((one.host for one in with_others), default=0.0)
+    packed = sum(one.device for one in with_others), max((one.longest for one in with_others), default=0.0)
+    return max(host, sum(one.device for one in by_itself) + max(packed))
+
+
+def _few_at_a_time(stacks: Sequence[Stack], slab: Slab, asked: Asked) -> list[list[Stack]]:
+    """So many that their results, which all wait at once, are not much more than the whole."""
+    whole = asked.q[0] * len(slab.rows) * asked.q[2]
+    most = max(PACKED * whole, PACKED_IN_ANY_CASE // (asked.q[3] * asked.dtype.itemsize))
+    found: list[list[Stack]] = []
+    lines = most
+    for stack in stacks:
+        each = _lines(stack.queries)
+        if lines + each > most:
+            found.append([])
+            lines = 0
+        found[-1].append(stack)
+        lines += each
+    return found
+
+
+def _lines(place: Place) -> int:
+    return place.many * place.heads * len(place.rows)
+
+
+def _packed(stacks: Sequence[Stack], slab: Slab, asked: Asked) -> Pack:
+    batch, n_q, heads, _ = asked.q
+    n_k, kv_heads = asked.k[1:3]
+    is_everything = len(slab.rows) == n_q  # else the problem is square, and keys are cut as queries are
+    keys = range(n_k) if is_everything else slab.rows
+    return pack(stacks, Whole(batch, slab.rows, kv_heads, heads // kv_heads), Whole(batch, keys, kv_heads, 1))

@@ -1,0 +1,234 @@
+"""Stacks that one launch computes: what comes of them is the definition, and who goes together is a matter of time."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+
+import longring as lr
+import stacking
+from attending import tensors
+from choices import forget_choices
+from longring.geometry.packs import Pack
+from longring.kernels import fused, recipes, select, totals
+from longring.kernels.fused import FusedKernel
+from longring.kernels.operations.cpu import CpuFlash
+from longring.kernels.operations.flash_attn import FlashAttn4
+from longring.kernels.operations.triton import TritonTiles
+from longring.kernels.recipes import Alone, Asked, Together
+from longring.schedules.select import SCHEDULES
+from longring.testing import Result, judge
+from many_at_once import ManyAtOnce
+
+pytest.importorskip("longring.kernels.triton.parts", reason="needs the package triton")
+
+import triton
+
+from interpreted import mended_interpreter
+from longring.kernels.triton import tiles
+
+pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs Triton's interpreter")
+
+N = 24
+PATTERNS = {
+    "full": lr.Dense(causal=False),
+    "window": lr.Dense(window=(5, 0)),
+    "documents": lr.Dense(documents=[[0, 7, 8, N], [0, 12, 18, N]]),
+    "lengths": lr.Dense(lengths=[17, N]),
+    "mod": lr.Dilated([4, 8, 16], [1, 2, 4]),
+    "block": lr.Dilated([4, 12], [2, 3], causal=False, phase="block"),
+}
+pytestmark = [pytestmark, pytest.mark.filterwarnings("ignore::longring.errors.RowsLeftOut")]
+
+
+@pytest.fixture(autouse=True)
+def lazy(monkeypatch):
+    for module in (totals, fused):
+        monkeypatch.setattr(module, "is_lazy", lambda _: True)
+    forget_choices()
+    yield
+    forget_choices()
+
+
+@pytest.fixture
+def many(monkeypatch):
+    """`auto` is two operations of the CPU, one of which takes many stacks at once, and takes what it can get."""
+    operation = ManyAtOnce()
+    monkeypatch.setattr(select, "_choose", lambda *_: (FusedKernel("both", [CpuFlash(), operation]), "for a test"))
+    monkeypatch.setattr(recipes, "_worth_together", lambda alone, *_: set(range(len(alone))))
+    return operation
+
+
+def check(pattern, *, batch=2, scale=None, dtype=torch.float32, heads=(4, 4), with_dlse=True, d=8, **options) -> None:
+    q, k, v, dout, dlse = tensors(batch, N, N, heads[0], heads[1], d, dtype)
+    if options:
+        sim = lr.simulate(q, k, v, pattern=pattern, **options)
+        out, lse = sim.out, sim.lse
+    else:
+        out, lse = lr.attention(q, k, v, pattern=pattern, return_lse=True, scale=scale)
+    outs, grads = ((out, lse), (dout, dlse)) if with_dlse else ((out,), (dout,))
+    got = Result(out.detach(), lse.detach(), *torch.autograd.grad(outs, (q, k, v), grads))
+    verdicts = judge(got, q, k, v, pattern, dout, dlse if with_dlse else None, scale=scale)
+    assert all(verdict.ok for verdict in verdicts), verdicts
+
+
+# ------------------------------------------------------------------------------------------------ what comes of it
+
+
+@pytest.mark.parametrize("pattern", [name for name in PATTERNS if name != "full"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+def test_together_on_one_device(pattern, heads, many):
+    check(PATTERNS[pattern], heads=heads)
+    assert many.packs
+
+
+def test_one_stack_is_not_many(many):
+    check(PATTERNS["full"])
+    assert not many.packs
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-35])
+def test_any_scale(scale, many):
+    check(PATTERNS["documents"], scale=scale)
+    assert many.packs
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_together_by_every_schedule(schedule, many):
+    options = {"ranks": 4, "node_ranks": 2} if schedule in ("double_ring", "hybrid") else {"ranks": 3}
+    check(PATTERNS["documents"], schedule=schedule, layout="zigzag", heads=(4, 2), **options)
+    assert many.packs
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_documents_dealt_by_their_work(ranks, many):
+    documents = [0, 3, 7, 8, 15, N]
+    check(lr.Dense(documents=documents), batch=1, ranks=ranks, layout="dealt", schedule="ring")
+    assert many.packs
+
+
+def test_some_alone_and_some_together(many, monkeypatch):
+    monkeypatch.setattr(recipes, "_worth_together", lambda alone, *_: set(range(1, len(alone))))
+    for pattern in ("documents", "window", "mod"):
+        check(PATTERNS[pattern])
+    assert many.packs
+
+
+def test_slab_by_slab(many, monkeypatch):
+    monkeypatch.setattr("longring.geometry.portions.SMALLEST_SLAB", 1)
+    check(lr.Dense(documents=[*range(0, N, 2), N]))
+    assert len(many.packs) > 2
+    assert {tray.place.rows for pack in many.packs for tray in pack.queries.trays} != {range(N)}
+
+
+def test_no_more_results_at_once_than_may_wait(many, monkeypatch):
+    monkeypatch.setattr(recipes, "PACKED", 0)
+    monkeypatch.setattr(recipes, "PACKED_IN_ANY_CASE", 2 * 10 * 4 * 8 * 4)  # ten rows of both batch rows
+    check(PATTERNS["documents"])
+    assert len(many.packs) > 2
+    assert max(pack.queries.lines for pack in many.packs) <= 2 * 24 * 4  # or one stack that is more
+
+
+def test_documents_on_one_device_are_not_merged(many, monkeypatch):
+    monkeypatch.setattr("longring.kernels.triton.parts.merge_parts", lambda *_, **__: pytest.fail("merged"))
+    monkeypatch.setattr("longring.kernels.triton.parts.add_parts", lambda *_, **__: pytest.fail("added up"))
+    check(PATTERNS["documents"])
+    check(PATTERNS["documents"], dtype=torch.bfloat16, with_dlse=False)
+    assert len(many.packs) == 4
+
+
+def test_our_own_kernel(monkeypatch):
+    """In Triton, interpreted: by name it takes everything at once."""
+    block = tiles.Blocks(16, 16, 4, 1)
+    monkeypatch.setattr(tiles, "sizes_for", lambda q: tiles.Sizes(block, block, block))
+    monkeypatch.setattr(TritonTiles, "refusal", lambda *_: None)
+    launched: list[Pack] = []
+    forward = TritonTiles.forward_many
+    monkeypatch.setattr(TritonTiles, "forward_many", lambda self, *x: launched.append(x[3]) or forward(self, *x))
+    monkeypatch.setattr(select, "_choose", lambda *_: (select.KERNELS["triton"], "for a test"))
+    with mended_interpreter():
+        for pattern in ("documents", "window", "mod"):
+            check(PATTERNS[pattern], heads=(4, 2), d=16)
+    assert [len(pack.stacks) > 1 for pack in launched] == [True] * 3
+
+
+# ------------------------------------------------------------------------------------------------- who goes together
+
+
+def steps(which, pattern, n, heads, d, *, kv_heads=None, packages=True):
+    """What an H200 would do, as estimated."""
+    device = torch.device("cuda:0")
+    kv_heads = kv_heads or heads
+    q, k = (torch.Size((1, n, some, d)) for some in (heads, kv_heads))
+    asked = Asked(which, q, k, torch.bfloat16, device, True, True, True)
+    operations = (*([FlashAttn4()] * packages), select.TORCH[1], TritonTiles())
+    found = [
+        step
+        for leg in recipes.recipe(operations, tuple(stacking.pattern_tiles(pattern, 1, n, heads, kv_heads)), asked)
+        for step in leg.steps
+    ]
+    alone = [step.stack for step in found if isinstance(step, Alone)]
+    packs = [step.pack for step in found if isinstance(step, Together)]
+    return alone, packs
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(recipes, "_generation", lambda _: "hopper")
+    # nobody refuses: there is no GPU here to ask
+    monkeypatch.setattr(recipes, "willing_for", lru_cache(lambda operations, *_: operations))
+
+
+LONGNET = lr.Dilated([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
+HUNDRED = lr.Dense(documents=[*range(0, 65536, 650), 65536])
+UNLIKE = lr.Dense(documents=[0, *(i * (i + 1) * 6 for i in range(1, 104)), 65536])
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("packages", [True, False])
+class TestOnHopper:
+    def test_a_hundred_documents_go_together(self, hopper, which, packages):
+        alone, (pack,) = steps(which, UNLIKE, 65536, 16, 128, packages=packages)
+        assert len(alone) + len(pack.stacks) > 100
+        assert len(alone) < 5
+        (tray,) = pack.queries.trays
+        assert tray.is_shared
+
+    def test_one_large_stack_of_equal_ones_does_not(self, hopper, which, packages):
+        alone, packs = steps(which, HUNDRED, 65536, 16, 128, packages=packages)
+        assert len(alone) + sum(len(pack.stacks) for pack in packs) == 2
+
+    @pytest.mark.parametrize(("n", "heads", "d"), [(1 << 20, 16, 128), (65536, 16, 128), (1 << 20, 12, 64)])
+    def test_longnet_as_it_was_measured_goes_branch_by_branch(self, hopper, which, packages, n, heads, d):
+        _, packs = steps(which, LONGNET, n, heads, d, packages=packages)
+        assert packs == []
+
+    def test_few_long_documents_do_not(self, hopper, which, packages):
+        alone, packs = steps(which, lr.Dense(documents=[0, 30000, 65536]), 65536, 16, 128, packages=packages)
+        assert len(alone) == 2
+        assert packs == []
+
+    def test_nor_do_dense_calls(self, hopper, which, packages):
+        for n in (1024, 8192, 131072):
+            assert steps(which, lr.Dense(), n, 16, 128, packages=packages)[1] == []
+
+
+def test_a_short_longnet_goes_together(hopper):
+    for which in ("forward", "backward"):
+        _, packs = steps(which, LONGNET, 16384, 12, 64)
+        assert sum(len(pack.stacks) for pack in packs) > 5
+
+
+def test_a_large_document_beside_many_small_ones_has_a_launch_of_its_own(hopper):
+    documents = [0, *(i * (i + 1) * 3 for i in range(1, 60)), 32768]
+    alone, packs = steps("forward", lr.Dense(documents=documents), 32768, 16, 128)
+    assert [len(stack.queries.rows) for stack in alone] == [32768 - documents[-2]]
+    assert sum(len(pack.stacks) for pack in packs) == 59
+
+
+def test_the_host_may_be_slow_while_the_device_is_busy(hopper):
+    documents = [0, *(i * (i + 1) * 3 for i in range(1, 60)), 98304]
+    _, packs = steps("forward", lr.Dense(documents=documents), 98304, 16, 128)
+    assert packs == []
