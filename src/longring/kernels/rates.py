@@ -200,7 +200,7 @@ CALLS = {"flash_attn_4": (120e-6, 300e-6), "flash_attn_3": (60e-6, 120e-6), "fla
 CALL = 40e-6, 80e-6
 CALL_OF_MANY = 80e-6, 200e-6
 CALL_OF_A_COPY = 8e-6
-COPIED = 2.5e12  # bytes per second, of those that are read and written when a tensor is turned round
+COPIED = 2.5e12  # bytes per second, of those that are read and written when a tensor is turned round, or merged
 
 # what our own kernel does with many stacks at once, in TFLOP/s of whole blocks and one more for each item; of
 # docs/records/triton_tiles.txt for 128, less for 64 by what others lose there
@@ -229,3 +229,9 @@ def cost_together(which: Pass, size: Size, kind: str) -> Cost:
     blocks = high * (high + 1) // 2 if size.causal else high * wide
     each = (10 if backward else 4) * BLOCK * BLOCK * size.d / rate
     return Cost(CALL_OF_MANY[backward], size.heads * (blocks + high) * each, (wide + 1) * each * PROGRAMS)
+
+
+def cost_of_merging(which: Pass, numbers: int, kind: str) -> float:
+    """Seconds of the device, of a pass over a result of so many numbers, or over the three of a backward."""
+    read_and_written = 6 * numbers * (3 if which == "backward" else 1)
+    return read_and_written / (COPIED * GENERATIONS[kind][1])

@@ -18,7 +18,7 @@ from ..geometry.slabs import Slab
 from ..geometry.stacks import Place, Stack
 from ..geometry.tiles import Tile
 from .operations.contract import Operation, TakesMany, WritesInPlace
-from .rates import Cost, Pass, Size, by_speed, cost_alone, cost_together, generation
+from .rates import Cost, Pass, Size, by_speed, cost_alone, cost_of_merging, cost_together, generation
 
 
 class Alone(NamedTuple):
@@ -134,13 +134,13 @@ def _gathered(
     operation = next((one for one in able if isinstance(one, TakesMany)), None)
     if operation is None or not asked.is_lazy or len(alone) < 2:
         return list(alone)
-    small = _worth_together(alone, operation, asked)
+    small = _worth_together(alone, operation, slab, asked)
     some = [one.stack for i, one in enumerate(alone) if i in small]
     packs = [Together(_packed(few, slab, asked), operation) for few in _few_at_a_time(some, slab, asked)]
     return [*(one for i, one in enumerate(alone) if i not in small), *packs]
 
 
-def _worth_together(alone: Sequence[Alone], operation: TakesMany, asked: Asked) -> set[int]:
+def _worth_together(alone: Sequence[Alone], operation: TakesMany, slab: Slab, asked: Asked) -> set[int]:
     """The stacks whose launches cost more than they compute: of all choices of the smallest, the quickest."""
     everything = set(range(len(alone)))
     if all(one.operation is operation for one in alone):
@@ -149,10 +149,11 @@ def _worth_together(alone: Sequence[Alone], operation: TakesMany, asked: Asked) 
     by_itself = [_cost(one, asked, kind) for one in alone]
     with_others = [cost_together(asked.which, size_of(one.stack, asked.q[3]), kind) for one in alone]
     order = sorted(everything, key=lambda i: by_itself[i].device)
-    times = {0: _wall(by_itself, [])}
-    for many in range(2, len(alone) + 1):
-        times[many] = _wall([by_itself[i] for i in order[many:]], [with_others[i] for i in order[:many]])
-    best = min(times, key=lambda many: times[many])
+    times = _times([by_itself[i] for i in order], [with_others[i] for i in order])
+    whole = _whole(slab, asked)
+    if sum(_lines(one.stack.queries) for one in alone) <= whole:  # all together, nothing is left to be merged
+        times[-1] -= cost_of_merging(asked.which, whole * asked.q[3], kind)
+    best = min((many for many in range(len(times)) if many != 1), key=lambda many: times[many])
     return set(order[:best]) if times[best] < WORTH_IT * times[0] else set()
 
 
@@ -163,17 +164,21 @@ def _cost(one: Alone, asked: Asked, kind: str) -> Cost:
     return cost_alone(one.operation.name, asked.which, size_of(one.stack, asked.q[3]), kind, copies=flips)
 
 
-def _wall(by_itself: Sequence[Cost], with_others: Sequence[Cost]) -> float:
-    """Host and device work beside each other, and whoever is slower decides."""
-    host = sum(one.host for one in by_itself) + max((one.host for one in with_others), default=0.0)
-    packed = sum(one.device for one in with_others), max((one.longest for one in with_others), default=0.0)
-    return max(host, sum(one.device for one in by_itself) + max(packed))
+def _times(by_itself: Sequence[Cost], with_others: Sequence[Cost]) -> list[float]:
+    """By how many of them go together. Host and device work beside each other, and whoever is slower decides."""
+    host, device = sum(one.host for one in by_itself), sum(one.device for one in by_itself)
+    packed = longest = 0.0
+    times = [max(host, device)]
+    for one, other in zip(by_itself, with_others, strict=True):
+        host, device = host - one.host, device - one.device
+        packed, longest = packed + other.device, max(longest, other.longest)
+        times.append(max(host + other.host, device + max(packed, longest)))
+    return times
 
 
 def _few_at_a_time(stacks: Sequence[Stack], slab: Slab, asked: Asked) -> list[list[Stack]]:
     """So many that their results, which all wait at once, are not much more than the whole."""
-    whole = asked.q[0] * len(slab.rows) * asked.q[2]
-    most = max(PACKED * whole, PACKED_IN_ANY_CASE // (asked.q[3] * asked.dtype.itemsize))
+    most = max(PACKED * _whole(slab, asked), PACKED_IN_ANY_CASE // (asked.q[3] * asked.dtype.itemsize))
     found: list[list[Stack]] = []
     lines = most
     for stack in stacks:
@@ -184,6 +189,11 @@ def _few_at_a_time(stacks: Sequence[Stack], slab: Slab, asked: Asked) -> list[li
         found[-1].append(stack)
         lines += each
     return found
+
+
+def _whole(slab: Slab, asked: Asked) -> int:
+    """Lines of the slab's rows."""
+    return asked.q[0] * len(slab.rows) * asked.q[2]
 
 
 def _lines(place: Place) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -335,9 +335,7 @@ def _written(device: torch.device, pack: Pack, own: int, row_bytes: int, side: s
         fields.append([*_fields(stack), lines, *of_out, *of_lse, *of_keys])
         squares, height = stack.queries.many * stack.queries.heads, len(stack.queries.rows)
         lines += squares * -(-height // LINES.value) * LINES.value
-    # the longest first, so that no long item is left when all other programs have ended
-    order = sorted(range(len(pack.stacks)), key=lambda i: -_other_length(pack.stacks[i], side))
-    items = torch.cat([_items(i, pack.stacks[i], own, row_bytes, side) for i in order])
+    items = _items(pack.stacks, own, row_bytes, side)
     return Work(sent(items, device), sent(torch.tensor(fields, dtype=torch.int64), device), len(items), lines)
 
 
@@ -364,24 +362,40 @@ def _other_length(stack: Stack, side: str) -> int:
 SECTION_BYTES = 24 << 20  # what the items of a section read together stays in the L2 cache of a large GPU
 
 
-def _items(index: int, stack: Stack, own: int, row_bytes: int, side: str) -> Tensor:
-    """The stack's items in sections: squares whose rows fit the cache together, in each the longest blocks first."""
+def _items(stacks: Sequence[Stack], own: int, row_bytes: int, side: str) -> Tensor:
+    """Items of the longest stacks first, so that no long item is left when all other programs have ended.
+
+    Those of a stack come in sections: squares whose rows fit the cache together, in each the longest blocks first.
+    """
+    order = sorted(range(len(stacks)), key=lambda i: -_other_length(stacks[i], side))
+    numbers = torch.tensor([_numbers_of_items(stacks[i], own, row_bytes, side) for i in order])
+    counts = numbers[:, 0] * numbers[:, 1]
+    each = torch.repeat_interleave(numbers, counts, dim=0)  # of all stacks at once: there may be a thousand
+    squares, blocks, heads, at_once, is_longest_last = each.unbind(1)
+    turn = torch.arange(len(each)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    section = turn // (at_once * blocks)
+    before = section * at_once
+    block, square = _divided(turn - before * blocks, torch.minimum(at_once, squares - before))
+    block = torch.where(is_longest_last.bool(), blocks - 1 - block, block)
+    many, head = _divided(before + square, heads)
+    stack = torch.repeat_interleave(torch.tensor(order), counts)
+    return torch.stack([stack, many, head, block], dim=1).to(torch.int32)
+
+
+def _numbers_of_items(stack: Stack, own: int, row_bytes: int, side: str) -> tuple[int, ...]:
+    """Squares, blocks of each, heads, squares of a section, and whether a square's longest block is its last."""
     place = stack.queries if side == "rows" else stack.keys
     squares = place.many * place.heads
     at_once = min(squares, max(1, SECTION_BYTES // (row_bytes * _other_length(stack, side))))
     if side == "rows":
-        at_once = max(1, at_once) * place.share  # heads that read the same keys
-    blocks = torch.arange(-(-len(place.rows) // own), dtype=torch.int32)
+        at_once *= place.share  # heads that read the same keys
     is_longest_last = stack.shape == ("causal" if side == "rows" else "flipped")
-    blocks = blocks.flip(0) if is_longest_last else blocks
-    sections = torch.arange(-(-squares // at_once) * at_once, dtype=torch.int32).view(-1, 1, at_once)
-    square, block = torch.broadcast_tensors(sections, blocks.view(1, -1, 1))
-    square, block = square.flatten(), block.flatten()
-    kept = square < squares
-    square, block = square[kept], block[kept]
-    return torch.stack(
-        [torch.full_like(square, index), square // place.heads, square % place.heads, block], dim=1
-    ).contiguous()
+    return squares, -(-len(place.rows) // own), place.heads, at_once, is_longest_last
+
+
+def _divided(x: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
+    quotient = x // by
+    return quotient, x - quotient * by
 
 
 class _Shelf:
