@@ -23,6 +23,7 @@ import triton
 
 from interpreted import mended_interpreter
 from longring.kernels.triton import tiles
+from longring.kernels.triton.tables import Tables
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs Triton's interpreter")
 
@@ -243,7 +244,7 @@ def test_every_block_is_on_the_list_once():
             for head in range(place.heads)
             for block in range(-(-len(place.rows) // 16))
         }
-        items = [tuple(item) for item in work.items.tolist()]
+        items = [tuple(item) for item in work.tables.read()[0].tolist()]
         assert len(items) == work.count == len(want)
         assert set(items) == want
 
@@ -252,13 +253,14 @@ def test_a_known_call_writes_no_list():
     q, *_ = tensors(1, 20, 1, 1, 16)
     packs = [apart([one("causal", 20, 20)]) for _ in range(2)]
     first, again = (tiles._work(q, pack, BLOCK, "rows") for pack in packs)
-    assert first.items is again.items
-    assert tiles._work(q, packs[0], BLOCK, "keys").items is not first.items
+    assert first is again
+    assert tiles._work(q, packs[0], BLOCK, "keys") is not first
 
 
 def test_the_shelf_keeps_what_was_used_last():
     shelf = tiles._Shelf(most=100)
-    work = [tiles.Work(torch.zeros(10, 4, dtype=torch.uint8), torch.zeros(1), 10, 0) for _ in range(4)]
+    table = torch.zeros(40, dtype=torch.uint8)
+    work = [tiles.Work(Tables([table], table.device), 10, 0) for _ in range(4)]
     for i in (0, 1, 0, 2):
         shelf.find(i, lambda i=i: work[i])
     assert shelf.find(0, lambda: work[3]) is work[0]

@@ -27,7 +27,7 @@ from torch import Tensor
 from ...geometry.portions import MERGED_AT_ONCE
 from ...numerics.online_softmax import Partial, accumulator_dtype
 from ..places import Part, Place
-from .tables import sent
+from .tables import Tables
 
 FARTHEST = 64  # rows from one of a program's to the next
 
@@ -112,11 +112,14 @@ def _merge_round(
     block = _block(into.out, MERGING)
     slots, stride = _slots(parts), _stride(parts, into.out, block.rows)
     known = _known(slots, len(parts), into.out, stride, block.rows)
+    looks, seats, asked = known.tables.read()
     with _on_device_of(into.out):
         _merge[_grid(into.out, stride, block.rows)](
             tuple(part.out for part in slots),
             tuple(part.lse for part in slots),
-            *known.tables,
+            looks,
+            seats,
+            asked,
             *old,
             (*old.out.stride()[:3], *old.lse.mT.stride()),
             *into,
@@ -144,10 +147,13 @@ def _add_round(
     block = _block(into, BLOCKS)
     slots, stride = _slots(parts), _stride(parts, into, block.rows)
     known = _known(slots, len(parts), into, stride, block.rows)
+    looks, seats, asked = known.tables.read()
     with _on_device_of(into):
         _add[_grid(into, stride, block.rows)](
             tuple(part.out for part in slots),
-            *known.tables,
+            looks,
+            seats,
+            asked,
             old,
             old.stride()[:3],
             into,
@@ -257,8 +263,7 @@ class _Look(NamedTuple):
 class _Known(NamedTuple):
     """What there is to know of a kind of call."""
 
-    tables: tuple[Tensor, Tensor, Tensor]
-    readers: set[int]  # the streams that have read them, each of which is to be asked but once
+    tables: Tables  # [parts, LOOK], [batch * heads, parts, SEAT], [batch * heads, stride]
     span: int  # rows of the tensor that a program's lie in
     beats: int | None  # where spans begin, modulo their length, if every part has all rows of a program or none
 
@@ -266,21 +271,9 @@ class _Known(NamedTuple):
         return self.beats is not None and (first - self.beats) % self.span == 0 and n % self.span == 0
 
 
-_OF_GRAPHS: dict[int, tuple[Tensor, ...]] = {}  # never forgotten: kilobytes each, and one for each kind of call
-
-
 def _known(slots: Sequence[Part], count: int, into: Tensor, stride: int, rows: int) -> _Known:
-    """With tables [parts, LOOK], [batch * heads, parts, SEAT], [batch * heads, stride], there since the first call."""
     looks = tuple(_Look(place, out.stride(), (0,) * 3 if lse is None else lse.stride()) for place, out, lse in slots)
-    known = _made(into.device, into.shape[0], into.shape[2], looks, count, stride, rows)
-    tables, readers = known.tables, known.readers
-    if into.is_cuda and torch.cuda.is_current_stream_capturing():
-        _OF_GRAPHS[tables[0].data_ptr()] = tables  # which may be replayed when the call is long forgotten
-    if into.is_cuda and (reader := torch._C._cuda_getCurrentRawStream(into.device.index)) not in readers:
-        for table in tables:
-            table.record_stream(torch.cuda.current_stream(into.device))  # forgotten, it must outlast what reads it
-        readers.add(reader)
-    return known
+    return _made(into.device, into.shape[0], into.shape[2], looks, count, stride, rows)
 
 
 @lru_cache(maxsize=256)
@@ -290,10 +283,9 @@ def _made(
     everyone = [(b, h) for b in range(batch) for h in range(heads)]
     seats = [[_seat(look, *one) for look in looks] for one in everyone]
     asked = [tuple(_asked(looks[:count], some, row, stride) for row in range(stride)) for some in seats]
-    whole = [seat for some in seats for seat in some]
-    written = [_look(look, stride) for look in looks], whole, asked
-    looked, seated, bits = (sent(torch.tensor(rows, dtype=torch.int64), device) for rows in written)
-    return _Known((looked, seated, bits), set(), rows * stride, _beats(looks, stride, rows * stride))
+    written = [_look(look, stride) for look in looks], [seat for some in seats for seat in some], asked
+    tables = Tables([torch.tensor(table, dtype=torch.int64) for table in written], device)
+    return _Known(tables, rows * stride, _beats(looks, stride, rows * stride))
 
 
 def _beats(looks: Sequence[_Look], stride: int, span: int) -> int | None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from ...errors import KernelRefusal
 from ...geometry.packs import Pack, Tray, Trays
 from ..places import Place, Stack
-from .tables import sent
+from .tables import Tables
 
 LARGEST_HEAD = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -79,8 +79,7 @@ def forward(
             v,
             out,
             lse,
-            work.items,
-            work.fields,
+            *work.tables.read(),
             scale2=abs(scale) * LOG2E,
             **_strides(q=q, k=k, v=v),
             **_constants(q, k, blocks, is_negative=scale < 0),
@@ -146,8 +145,7 @@ def _queries_backward(
             log2,
             dq,
             terms,
-            work.items,
-            work.fields,
+            *work.tables.read(),
             padded=work.padded,
             scale2=scale * LOG2E,
             scale=scale,
@@ -179,8 +177,7 @@ def _keys_backward(
             terms,
             dk,
             dv,
-            work.items,
-            work.fields,
+            *work.tables.read(),
             padded=work.padded,
             scale2=scale * LOG2E,
             scale=scale,
@@ -307,8 +304,7 @@ def _constants(q: Tensor, k: Tensor, blocks: Blocks, **more: Any) -> dict[str, A
 class Work(NamedTuple):
     """What the programs of a launch read instead of arguments."""
 
-    items: Tensor  # int32 [count, 4]: stack, which of its many, which of its heads, which block
-    fields: Tensor  # int64 [stacks, FIELDS]
+    tables: Tables  # int32 [count, 4], stack, which of its many, heads and blocks; int64 [stacks, FIELDS]
     count: int
     padded: int  # rows of all stacks, each square's in steps of 16, so that vectors of them are read at once
 
@@ -336,7 +332,7 @@ def _written(device: torch.device, pack: Pack, own: int, row_bytes: int, side: s
         squares, height = stack.queries.many * stack.queries.heads, len(stack.queries.rows)
         lines += squares * -(-height // LINES.value) * LINES.value
     items = _items(pack.stacks, own, row_bytes, side)
-    return Work(sent(items, device), sent(torch.tensor(fields, dtype=torch.int64), device), len(items), lines)
+    return Work(Tables([items, torch.tensor(fields, dtype=torch.int64)], device), len(items), lines)
 
 
 def _fields(stack: Stack) -> list[int]:
@@ -412,18 +408,14 @@ class _Shelf:
                 self._found.move_to_end(key)
             else:
                 self._found[key] = write()
-                self._bytes += self._found[key].items.nbytes
+                self._bytes += self._found[key].tables.bytes
                 self._make_room()
-            work = self._found[key]
-        if work.items.is_cuda:  # dropped from the shelf, its memory must outlive this stream's use of it
-            work.items.record_stream(torch.cuda.current_stream(work.items.device))
-            work.fields.record_stream(torch.cuda.current_stream(work.items.device))
-        return work
+            return self._found[key]
 
     def _make_room(self) -> None:
         while self._bytes > self._most and len(self._found) > 1:
             _, dropped = self._found.popitem(last=False)
-            self._bytes -= dropped.items.nbytes
+            self._bytes -= dropped.tables.bytes
 
 
 _shelf = _Shelf(most=256 << 20)
