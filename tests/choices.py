@@ -7,5 +7,4 @@ from longring.kernels import recipes, select
 
 def forget_choices() -> None:
     select._chosen.clear()
-    recipes.willing_for.cache_clear()
-    recipes.recipe.cache_clear()
+    recipes.forget()

@@ -23,7 +23,6 @@ import triton
 
 from interpreted import mended_interpreter
 from longring.kernels.triton import tiles
-from longring.kernels.triton.tables import Tables
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs Triton's interpreter")
 
@@ -255,16 +254,6 @@ def test_a_known_call_writes_no_list():
     first, again = (tiles._work(q, pack, BLOCK, "rows") for pack in packs)
     assert first is again
     assert tiles._work(q, packs[0], BLOCK, "keys") is not first
-
-
-def test_the_shelf_keeps_what_was_used_last():
-    shelf = tiles._Shelf(most=100)
-    table = torch.zeros(40, dtype=torch.uint8)
-    work = [tiles.Work(Tables([table], table.device), 10, 0) for _ in range(4)]
-    for i in (0, 1, 0, 2):
-        shelf.find(i, lambda i=i: work[i])
-    assert shelf.find(0, lambda: work[3]) is work[0]
-    assert shelf.find(1, lambda: work[3]) is work[3]
 
 
 def test_no_stacks_no_results():

@@ -19,6 +19,7 @@ from ..geometry.stacks import Place, Stack
 from ..geometry.tiles import Tile
 from .operations.contract import Operation, TakesMany, WritesInPlace
 from .rates import Cost, Pass, Size, by_speed, cost_alone, cost_of_merging, cost_together, generation
+from .shelf import Shelf
 
 
 class Alone(NamedTuple):
@@ -66,8 +67,28 @@ class Asked(NamedTuple):
     has_sign: bool = False  # q is negated, and dq has to be
 
 
-@lru_cache(maxsize=1024)
+STACKS_KEPT = 1 << 15  # of all recipes: some dozens of megabytes
+
+
 def recipe(operations: tuple[Operation, ...], tiles: tuple[Tile, ...], asked: Asked) -> tuple[Leg, ...]:
+    """What computes these tiles; the latest are remembered."""
+    return _recipes.find((operations, tiles, asked), lambda: _written(operations, tiles, asked))
+
+
+def forget() -> None:
+    """After which operations are asked again, as when others were installed."""
+    _recipes.clear()
+    willing_for.cache_clear()
+
+
+def _stacks_in(legs: tuple[Leg, ...]) -> int:
+    return sum(len(step.stacks) for leg in legs for step in leg.steps)
+
+
+_recipes: Shelf[tuple[Leg, ...]] = Shelf(STACKS_KEPT, _stacks_in)
+
+
+def _written(operations: tuple[Operation, ...], tiles: tuple[Tile, ...], asked: Asked) -> tuple[Leg, ...]:
     q, k = _Shape(asked.q), _Shape(asked.k)
     legs = []
     for slab in stretches(tiles, q, k, can_be_done=asked.can_be_done):

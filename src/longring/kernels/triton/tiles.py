@@ -12,9 +12,7 @@ those of the pack's trays, one after the other: [many, heads, rows, d] and [many
 from __future__ import annotations
 
 import math
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -26,6 +24,7 @@ from torch import Tensor
 from ...errors import KernelRefusal
 from ...geometry.packs import Pack, Tray, Trays
 from ..places import Place, Stack
+from ..shelf import Shelf
 from .tables import Tables
 
 LARGEST_HEAD = 256
@@ -306,6 +305,7 @@ class Work(NamedTuple):
 
     tables: Tables  # int32 [count, 4], stack, which of its many, heads and blocks; int64 [stacks, FIELDS]
     count: int
+    stacks: int
     padded: int  # rows of all stacks, each square's in steps of 16, so that vectors of them are read at once
 
 
@@ -316,6 +316,11 @@ OUT_BERTH: tl.constexpr = tl.constexpr(22)
 LSE_BERTH: tl.constexpr = tl.constexpr(26)
 KEY_BERTH: tl.constexpr = tl.constexpr(30)
 LINES: tl.constexpr = tl.constexpr(16)
+
+BYTES_KEPT = 64 << 20  # of tables on the device, and of what the host knows of their stacks
+BYTES_OF_A_STACK = 1 << 11  # on the host, about
+
+_shelf: Shelf[Work] = Shelf(BYTES_KEPT, lambda work: work.tables.bytes + work.stacks * BYTES_OF_A_STACK)
 
 
 def _work(q: Tensor, pack: Pack, blocks: Blocks, side: str) -> Work:
@@ -332,7 +337,7 @@ def _written(device: torch.device, pack: Pack, own: int, row_bytes: int, side: s
         squares, height = stack.queries.many * stack.queries.heads, len(stack.queries.rows)
         lines += squares * -(-height // LINES.value) * LINES.value
     items = _items(pack.stacks, own, row_bytes, side)
-    return Work(Tables([items, torch.tensor(fields, dtype=torch.int64)], device), len(items), lines)
+    return Work(Tables([items, torch.tensor(fields, dtype=torch.int64)], device), len(items), len(fields), lines)
 
 
 def _fields(stack: Stack) -> list[int]:
@@ -392,33 +397,6 @@ def _numbers_of_items(stack: Stack, own: int, row_bytes: int, side: str) -> tupl
 def _divided(x: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
     quotient = x // by
     return quotient, x - quotient * by
-
-
-class _Shelf:
-    """Work lists by what they are for, the latest used kept, so that a known call copies nothing."""
-
-    def __init__(self, most: int) -> None:
-        self._most, self._bytes = most, 0
-        self._found: OrderedDict[Hashable, Work] = OrderedDict()
-        self._lock = threading.Lock()  # ranks may be threads
-
-    def find(self, key: Hashable, write: Callable[[], Work]) -> Work:
-        with self._lock:
-            if key in self._found:
-                self._found.move_to_end(key)
-            else:
-                self._found[key] = write()
-                self._bytes += self._found[key].tables.bytes
-                self._make_room()
-            return self._found[key]
-
-    def _make_room(self) -> None:
-        while self._bytes > self._most and len(self._found) > 1:
-            _, dropped = self._found.popitem(last=False)
-            self._bytes -= dropped.tables.bytes
-
-
-_shelf = _Shelf(most=256 << 20)
 
 
 # ------------------------------------------------------------------------------------------------- results
