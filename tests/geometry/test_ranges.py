@@ -1,5 +1,7 @@
 from itertools import pairwise
+from random import Random
 
+import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
@@ -68,7 +70,24 @@ combs = st.builds(
 )
 
 
-@given(st.lists(combs, max_size=6))
+@st.composite
+def branches(draw):
+    """As LongNet's: every rate has stretches of its own, and what a wider comb has there a finer one may have too."""
+    found = []
+    for rate in draw(st.lists(st.sampled_from([1, 2, 4, 6, 8, 12]), min_size=1, max_size=4, unique=True)):
+        phase, length = draw(st.integers(0, 1)) * draw(st.integers(0, rate - 1)), draw(st.integers(1, 40))
+        stretches = draw(st.sets(st.integers(0, 160 // length), max_size=12))
+        starts = [number * length for number in stretches]
+        found += [range(start + (phase - start) % rate, start + length, rate) for start in starts]
+    singles = draw(st.sets(st.integers(0, 170), max_size=8))
+    return draw(st.permutations([*found, *(range(at, at + 1, 9) for at in singles)]))
+
+
+@given(st.lists(combs, max_size=6) | st.lists(combs, max_size=40) | branches())
+@example([range(0, 90, 2), range(1, 90, 30), range(0, 90, 6)])  # woven
+@example([range(0, 90, 6), range(12, 31, 2), range(36, 61, 3), range(18, 31, 4)])  # nested
+@example([range(0, 90, 10), range(4, 8, 2), range(15, 16), range(22, 26, 2)])  # others lie where it has nothing
+@example([range(0, 90, 10), range(0, 41, 10), range(40, 121, 10), range(30, 32)])  # of one kind, end in each other
 def test_united_combs_are_the_progressions_of_their_positions(parts):
     """Though positions need not be named where finer combs have those of wider ones."""
     assume(len({r for r in parts if r}) > 1)
@@ -85,6 +104,25 @@ def test_combs_of_more_positions_than_can_be_named_are_united():
         range(far // 2 + 3 + (1 << 10), far // 4 * 3 + 4, 1 << 10),
         range(far // 4 * 3 + 3 + 4, far, 4),
     )
+
+
+MANY = 20_000
+ACROSS = {
+    "each over half of the others": [range(at, 100 * MANY, 50 * MANY) for at in range(0, 50 * MANY, 50)],
+    "one through all": [range(0, 100 * MANY, 4)],
+    "between the others": [range(100 * at + 90, 100 * at + 97, 3) for at in range(MANY)],
+    "single": [range(at, at + 1) for at in range(0, 100 * MANY, 98)],
+    "woven": [range(100 * MANY - 100, 100 * MANY, 3)],
+}
+
+
+@pytest.mark.parametrize("across", ACROSS)
+def test_thousands_of_combs_are_united(across):
+    """Comparing each with each would take minutes."""
+    random = Random(across)
+    fine = [range(100 * at + 2 * random.randrange(9), 100 * at + 2 * random.randrange(30, 45), 2) for at in range(MANY)]
+    parts = random.sample(fine + ACROSS[across], k=MANY + len(ACROSS[across]))
+    assert united(parts) == as_ranges(sorted(set().union(*parts)))
 
 
 def test_united_intervals_stay_intervals():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 from math import gcd, inf, lcm
@@ -100,25 +101,36 @@ def _apart(sorted_combs: list[range]) -> list[range] | None:
 
     LongNet's branches keep ever fewer of what a finer one keeps: of millions of positions a few combs are left.
     """
-    found: list[range] = []
+    found: list[range] = []  # each behind the one before
     for comb in sorted(_chained(sorted_combs), key=lambda r: r.step if len(r) > 1 else inf):
-        left = [comb]
-        for finer in found:
-            parts = [_around(r, finer) for r in left]
-            left = [r for some in parts if some is not None for r in some]
-            if None in parts:
-                return None
-        found += left
-    return sorted(found, key=lambda r: r.start)
+        if not _put_between(found, comb):
+            return None
+    return found
 
 
-def _around(comb: range, finer: range) -> list[range] | None:
-    """What of the comb lies before and behind another; None if it has something in between which that one has not."""
-    first, stop = (max(0, -(-(edge - comb.start) // comb.step)) for edge in (finer[0], finer[-1] + 1))
-    inside = comb[first:stop]
-    if inside and (inside[0] not in finer or (len(inside) > 1 and comb.step % finer.step)):
-        return None
-    return [part for part in (comb[:first], comb[stop:]) if part]
+def _put_between(found: list[range], comb: range) -> bool:
+    """What of the comb lies beside the finer ones; False if it has something in one of them which that one has not.
+
+    Among thousands a comb meets few, so those are searched for, from its first position on.
+    """
+    while comb:
+        at = bisect_left(found, comb[0], key=itemgetter(-1))
+        ahead = found[at] if at < len(found) else None
+        if ahead is None or comb[0] < ahead[0]:
+            beside = comb if ahead is None else comb[: _count_up_to(comb, ahead[0] - 1)]
+            found.insert(at, beside)
+            comb = comb[len(beside) :]
+        else:
+            inside = comb[: _count_up_to(comb, ahead[-1])]
+            if inside[0] not in ahead or (len(inside) > 1 and comb.step % ahead.step):
+                return False
+            comb = comb[len(inside) :]
+    return True
+
+
+def _count_up_to(comb: range, last: int) -> int:
+    """How many of its positions lie no further than that, where its first does not."""
+    return (last - comb.start) // comb.step + 1
 
 
 def _chained(sorted_combs: Iterable[range]) -> list[range]:
