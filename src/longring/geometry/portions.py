@@ -68,4 +68,9 @@ def _all_stacks(tiles: tuple[Tile, ...], share: int) -> tuple[Stack, ...]:
 
 def are_too_many(sizes: Sequence[int], whole: int, *, most: int, always: int) -> bool:
     """Whether parts of these bytes, of a total of `whole` bytes, may not wait any longer."""
-    return sum(sizes) > max(most * whole, always) and len(sizes) > 1
+    return len(sizes) > 1 and is_too_much(sum(sizes), whole, most=most, always=always)
+
+
+def is_too_much(waiting: int, whole: int, *, most: int, always: int) -> bool:
+    """The same of the bytes of several parts together."""
+    return waiting > max(most * whole, always)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ...geometry.portions import ALWAYS_HELD, HELD, HELD_OF_SUMS, HELD_UNTIL_DONE, MERGED_AT_ONCE, are_too_many
+from ...geometry.portions import ALWAYS_HELD, HELD, HELD_OF_SUMS, HELD_UNTIL_DONE, MERGED_AT_ONCE, is_too_much
 from ...geometry.stacks import Place
 from .room import Like, Room, Taken
 
@@ -59,6 +59,7 @@ class Seen:
     def __init__(self, room: Room, q: Like, *, is_lazy: bool, is_one_look: bool = False) -> None:
         self._room, self._q, self._is_lazy = room, q, is_lazy
         self._parts: list[Part] = []
+        self._waiting = 0  # bytes of them
         self._total: Total | None = None
         self._rounded: Total | None = None
         self.latest: list[Sizes] = []  # what this step added
@@ -83,15 +84,19 @@ class Seen:
     def add(self, part: Part) -> None:
         self.latest.append(part.sizes)
         if part.at_home:
-            self._parts.append(part.kept())
+            self._keep(part)
         elif self._is_lazy or (self.is_empty and part.place.covers(self._q)):
-            self._parts.append(part.kept())
-            sizes = [one.out.size + one.at_home for one in self._parts]
-            if are_too_many(sizes, self._q.nbytes, most=HELD, always=ALWAYS_HELD):
+            self._keep(part)
+            if len(self._parts) > 1 and is_too_much(self._waiting, self._q.nbytes, most=HELD, always=ALWAYS_HELD):
                 self.in_place()
         else:
             self.in_place()
             merge(self._room, part.place.many * part.place.heads * len(part.place.rows), self._q.accumulator.itemsize)
+
+    def _keep(self, part: Part) -> None:
+        """Thousands may wait, so their bytes are added up as they come; they leave all at once."""
+        self._waiting = (self._waiting if self._parts else 0) + part.out.size + part.at_home
+        self._parts.append(part.kept())
 
     def in_place(self) -> Total:
         whole = self._whole()
@@ -161,6 +166,7 @@ class Sum:
         self._room, self._x, self._component, self._is_lazy = room, x, component, is_lazy
         self._memory, self._is_lent = memory, is_lent
         self._parts: list[Part] = []
+        self._waiting = 0  # bytes of them
         self._has_total = is_lent
         self._total: Taken | None = None  # where the memory is its own
         self._rounded: Taken | None = None
@@ -202,15 +208,19 @@ class Sum:
     def add(self, part: Part) -> None:
         self.latest.append(part.sizes)
         if part.at_home:
-            self._parts.append(part.kept())
+            self._keep(part)
         elif self._is_lazy or (self.is_empty and part.place.covers(self._x)):
-            self._parts.append(part.kept())
-            sizes = [one.out.size + one.at_home for one in self._parts]
+            self._keep(part)
             most = HELD_UNTIL_DONE if self.can_be_done else HELD_OF_SUMS
-            if are_too_many(sizes, self._x.nbytes, most=most, always=ALWAYS_HELD):
+            if len(self._parts) > 1 and is_too_much(self._waiting, self._x.nbytes, most=most, always=ALWAYS_HELD):
                 self.in_place()
         else:
             self.in_place()
+
+    def _keep(self, part: Part) -> None:
+        """As in Seen."""
+        self._waiting = (self._waiting if self._parts else 0) + part.out.size + part.at_home
+        self._parts.append(part.kept())
 
     def in_place(self) -> None:
         if not self._has_total:
