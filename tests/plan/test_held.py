@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -14,8 +15,12 @@ from longring.errors import ArgumentError
 from longring.geometry.layouts import deal
 from longring.geometry.patterns import Problem
 from longring.geometry.plans import PLANS
+from longring.geometry.portions import ALWAYS_HELD
+from longring.geometry.stacks import Place
 from longring.geometry.task import Task
 from longring.plan.memory import held, relay
+from longring.plan.memory.room import Like, Room
+from longring.plan.memory.totals import PARTS, Part, Seen, Sum
 from memory_programs import measured
 
 N = 402
@@ -209,3 +214,26 @@ def test_what_makes_no_sense_is_refused(given, says):
     call = {"schedule": "ring", "rank": 0, "head_dim": 16, "itemsize": 2, **given}
     with pytest.raises(ArgumentError, match=says):
         held(task, call.pop("schedule"), call.pop("rank"), **call)
+
+
+@pytest.mark.parametrize("make", [Seen, partial(Sum, component="dq")])
+def test_parts_wait_until_together_they_are_too_many(make):
+    """Those written where they belong count, though they take no room of their own; what was merged does not."""
+    random, room, somewhere = Random(0), Room(), Place(range(1), 1, 0, range(1), 0, range(1), 1)
+    total = make(room, Like(1, 2, 1, 16, 2), is_lazy=True, is_one_look=True)
+    waiting: list[tuple[int, int]] = []  # bytes taken, and those at home
+    for number in range(200):
+        size = random.randrange(ALWAYS_HELD // 3)
+        at_home = size if random.random() < 0.2 and total.home() else 0
+        part = Part(somewhere, room.take(PARTS, size - at_home), None, at_home)
+        total.add(part)
+        part.give()
+        waiting.append((size - at_home, at_home))
+        are_too_many = len(waiting) > 1 and sum(map(sum, waiting)) > ALWAYS_HELD and not at_home
+        if random.random() < 0.1:
+            total.rows_done()
+            are_too_many = True
+        waiting = [] if are_too_many else waiting
+        room.begin(str(number))
+        room.write_down()
+        assert room.timeline[str(number)].get(PARTS, 0) == sum(taken for taken, _ in waiting)
