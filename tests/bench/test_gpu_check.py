@@ -15,6 +15,8 @@ from longring.testing import oracle
 
 CPU = torch.device("cpu")
 PATTERNS = {
+    "documents": Dense(documents=[0, 1, 20, 61]),
+    "documents, window": Dense(documents=[0, 30, 61], window=(9, 3), causal=False),
     "causal": Dense(causal=True),
     "full": Dense(causal=False),
     "window": Dense(causal=True, window=(7, 0)),
@@ -56,9 +58,18 @@ def test_counts_are_the_definitions(pattern):
     assert torch.equal(got, pair_counts(pattern, Problem(1, 61, 61, 4, 0))[0])
 
 
-def test_other_patterns_are_refused():
-    with pytest.raises(PatternError, match="documents"):
-        pair_counts_at(Dense(documents=[0, 2, 4]), torch.arange(4), torch.arange(4), 1)
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        (Dense(documents=[[0, 2, 4], [0, 4]]), "one list of documents"),
+        (Dense(lengths=[4]), "without lengths"),
+        (Dilated([2, 4], [1, 2], documents=[0, 2, 4]), "without documents"),
+    ],
+    ids=repr,
+)
+def test_other_patterns_are_refused(pattern, why):
+    with pytest.raises(PatternError, match=why):
+        pair_counts_at(pattern, torch.arange(4), torch.arange(4), 1)
 
 
 @pytest.mark.parametrize("pattern", [PATTERNS["causal"], PATTERNS["dilated"]], ids=["causal", "dilated"])

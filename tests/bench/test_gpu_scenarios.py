@@ -30,6 +30,8 @@ TINY = Sizes(
     longest_backward=EQUAL,
     longest_dense=EQUAL,
     branches=((16, 1), (32, 2), (64, 4)),
+    documents=((EQUAL, 5), (SHARED, 3)),
+    windows=((EQUAL, 20),),
     error=(EQUAL, 4),
     seeds=(0,),
     peers=(EQUAL, 2),
@@ -40,6 +42,7 @@ EXPECTED = {
     "simulated ring": {"one call", "simulated ring of 2"},
     "far ring": {"one call", "ring of 8"},
     "dilated": {"longring"},
+    "many tiles": {"longring"},
     "error": {"one call", "ring of 4", "ring-flash-attn over cpu", "TransformerEngine's schedule over cpu"},
     "longest": {"longring"},
     "peers": {

@@ -24,6 +24,7 @@ LAST_ROUND = 48
 PATIENCE = 15.0  # seconds of all rounds: none is begun beyond, once there were as many as asked for
 SURE = 0.003  # of a ratio: rounds go on until its median is known so well,
 PLAINLY = 0.1  # or to this part of its distance from 1: how far somebody is ahead need not be known to a hair
+WALLS, CALLS_IN_A_ROW = 5, 8  # how often the wall clock is asked, after how many calls
 LED_IN = 0.04  # seconds that a call runs unmeasured before it is measured, if it is shorter than LONG_ENOUGH
 
 Call = Callable[[], Any]
@@ -184,6 +185,26 @@ def once(call: Call, device: torch.device) -> tuple[Any, Spread]:
     results: list[Any] = []
     times = _round([("once", Turn(lambda: results.append(call())))], device, {})
     return results[0], Spread.of(list(times.values()))
+
+
+def by_the_wall(turn: Turn, device: torch.device) -> float:
+    """Seconds of a call among others like it, from the first launch to the last result: what the host takes counts."""
+    turn.before()
+    times = []
+    for _ in range(WALLS):
+        _wait(device)
+        start = time.perf_counter()
+        for _ in range(CALLS_IN_A_ROW):
+            turn.call()
+        _wait(device)
+        times.append((time.perf_counter() - start) / CALLS_IN_A_ROW)
+    turn.after()
+    return statistics.median(times)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def peak_beyond(call: Call, device: torch.device) -> int | None:

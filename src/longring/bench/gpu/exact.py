@@ -107,13 +107,15 @@ def _over_shares(total: Tensor, size: Tensor, share: int) -> Sum:
 def pair_counts_at(pattern: Pattern, i: Tensor, j: Tensor, kv_heads: int) -> Tensor:
     """How often queries at positions i and keys at positions j count: [kv_heads or 1, i, j]."""
     i, j = i.view(1, -1, 1), j.view(1, 1, -1)
-    if isinstance(pattern, Dense) and pattern.only_limits is not None:
-        lo, hi = pattern.only_limits
+    if isinstance(pattern, Dense) and pattern.lengths is None:
+        lo, hi = pattern.limits
         seen = torch.ones_like(j - i, dtype=torch.bool) if lo is None else j - i >= lo
-        return (seen if hi is None else seen & (j - i <= hi)).long()
+        seen = seen if hi is None else seen & (j - i <= hi)
+        return (seen & _are_in_one_document(pattern, i, j)).long()
     if not isinstance(pattern, Dilated) or pattern.documents is not None:
         raise PatternError(
-            f"the checker knows dense and dilated attention without documents or lengths, got {pattern!r}"
+            "the checker knows dense attention without lengths, and dilated attention without documents, got "
+            f"{pattern!r}"
         )
     heads = torch.arange(kv_heads, device=i.device).view(-1, 1, 1)
     counts = torch.zeros((), dtype=torch.long, device=i.device)
@@ -121,6 +123,15 @@ def pair_counts_at(pattern: Pattern, i: Tensor, j: Tensor, kv_heads: int) -> Ten
         phase = heads % r if pattern.phase == "mod" else heads // -(-kv_heads // r)
         counts = counts + ((i % w % r == phase) & (j % w % r == phase) & (i // w == j // w)).long()
     return counts * (j <= i) if pattern.causal else counts
+
+
+def _are_in_one_document(pattern: Dense, i: Tensor, j: Tensor) -> Tensor | bool:
+    if pattern.documents is None:
+        return True
+    if len(pattern.documents) > 1:
+        raise PatternError(f"the checker knows one list of documents for all batch rows, got {len(pattern.documents)}")
+    ends = torch.tensor(pattern.documents[0][1:], device=i.device)
+    return torch.bucketize(i, ends, right=True) == torch.bucketize(j, ends, right=True)
 
 
 def _chunks(x: Given, pattern: Pattern, some: Tensor, transposed: bool = False) -> Iterator[tuple[Tensor, Tensor]]:

@@ -44,9 +44,10 @@ def one_device(stage: Stage, shape: Shape) -> list[Row]:
         Differentiated(name, x, _sdpa(backend), kind="package") for name, backend in BACKENDS[stage.device.type].items()
     ]
     if stage.device.type == "cuda":  # it has no backward on the CPU
-        peers.append(Differentiated("FlexAttention, compiled", x, _flex(shape.n, stage.device), kind="package"))
+        attend = flex(shape.n, lambda b, h, i, j: i >= j, stage.device)
+        peers.append(Differentiated("FlexAttention, compiled", x, attend, kind="package"))
     rows = contest(stage, f"one call, causal, {shape}", shape, CAUSAL, x, [one_call(x), *peers])
-    return _beside(rows, "one call")
+    return beside(rows, "one call")
 
 
 def rings(stage: Stage, shape: Shape, ranks: int) -> list[Row]:
@@ -54,7 +55,7 @@ def rings(stage: Stage, shape: Shape, ranks: int) -> list[Row]:
     ours = VirtualRing(x, CAUSAL, ranks)
     rows = contest(stage, f"{ranks} ranks, causal, {shape}", shape, CAUSAL, x, [ours, *recreated(stage, x, ranks)])
     release_buffers()
-    return _beside(rows, ours.name)
+    return beside(rows, ours.name)
 
 
 def recreated(stage: Stage, x: Given, ranks: int) -> list[Entry]:
@@ -70,7 +71,7 @@ def recreated(stage: Stage, x: Given, ranks: int) -> list[Entry]:
     ]
 
 
-def _beside(rows: list[Row], ours: str) -> list[Row]:
+def beside(rows: list[Row], ours: str) -> list[Row]:
     for mine in [row for row in rows if row.name == ours]:
         for name in {row.name for row in rows} - {ours}:
             compare(rows, name, mine, TO_LONGRING)
@@ -86,7 +87,9 @@ def _sdpa(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor], tuple[Tenso
     return attend
 
 
-def _flex(n: int, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, None]]:
+def flex(
+    n: int, mask: Callable[..., Tensor], device: torch.device
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, None]]:
     """Compiled when first called, which takes a while."""
     made: list[tuple[Any, Any]] = []
 
@@ -94,10 +97,10 @@ def _flex(n: int, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], tu
         if not made:
             from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-            mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, device=device, _compile=True)
-            made.append((torch.compile(flex_attention), mask))
-        (compiled, mask) = made[0]
-        out = compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask)
+            blocks = create_block_mask(mask, None, None, n, n, device=device, _compile=True)
+            made.append((torch.compile(flex_attention), blocks))
+        compiled, blocks = made[0]
+        out = compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=blocks)
         return out.transpose(1, 2), None
 
     return attend

@@ -10,7 +10,7 @@ import torch
 
 from ...schedules.buffers import release_buffers
 from ..records import Record, Row, new_record
-from . import dense, dilated, error, longest, peers, ring
+from . import dense, dilated, error, longest, many, peers, ring
 from .clock import release
 from .contest import Stage
 
@@ -31,6 +31,7 @@ SCENARIOS: dict[str, Callable[[Stage], Iterator[Row]]] = {
     "simulated ring": ring.run_with_messages,
     "far ring": ring.run_far,
     "dilated": dilated.run,
+    "many tiles": many.run,
     "error": error.run,
     "peers": peers.run,
     "longest": longest.run,

@@ -23,6 +23,8 @@ class Sizes:
     longest_backward: Shape
     longest_dense: Shape
     branches: tuple[tuple[int, int], ...]  # LongNet's (segment length, dilation rate)
+    documents: tuple[tuple[Shape, int], ...]  # and how many
+    windows: tuple[tuple[Shape, int], ...]  # and how many keys each query sees
     error: tuple[Shape, int]
     seeds: tuple[int, ...]
     peers: tuple[Shape, int]
@@ -66,6 +68,8 @@ FULL = Sizes(
     longest_backward=_usual(5 * M // 2),
     longest_dense=_usual(2 * M),
     branches=tuple((2 * K << i, 1 << i) for i in range(5)),
+    documents=((_usual(64 * K), 100), (_usual(64 * K), 16), (_shared(64 * K), 100)),
+    windows=((_usual(128 * K), 4096), (_usual(128 * K), 512)),
     error=(Shape(16 * K, 4, 4, 128), 64),
     seeds=(0, 1, 2),
     peers=(_usual(128 * K), 8),
@@ -84,6 +88,8 @@ QUICK = Sizes(
     longest_backward=_usual(64 * K),
     longest_dense=_usual(32 * K),
     branches=tuple((2 * K << i, 1 << i) for i in range(5)),
+    documents=((_usual(8 * K), 20),),
+    windows=((_usual(8 * K), 512),),
     error=(Shape(2 * K, 4, 4, 128), 64),
     seeds=(0,),
     peers=(_usual(8 * K), 8),

@@ -13,6 +13,7 @@ TITLES = {
     "simulated ring": "The same with its messages copied",
     "far ring": "Some ranks of a large ring",
     "dilated": "LongNet's dilated attention",
+    "many tiles": "Packed documents, and windows",
     "longest": "The longest contexts",
     "error": "Errors against float64",
     "peers": "Peers in the same process",
