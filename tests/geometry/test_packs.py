@@ -112,6 +112,13 @@ def test_a_tray_that_would_be_half_empty_is_not_shared():
     assert [tray.is_shared for tray in made.queries.trays] == [True]
 
 
+def test_what_is_everything_lies_as_the_whole_does():
+    made = check_pack([square(0, 40)], 1, 40, 40, 2, 1)
+    assert [(tray.is_shared, tray.is_full) for tray in made.queries.trays] == [(True, True)]
+    made = check_pack([square(0, 39)], 1, 40, 40, 2, 1)
+    assert [(tray.is_shared, tray.is_full) for tray in made.queries.trays] == [(False, True)]
+
+
 def test_of_rows_that_several_have_each_takes_a_layer():
     made = check_pack([square(0, 25), square(5, 30), square(25, 15), square(35, 5)], 1, 40, 40, 2, 1)
     assert [tray.is_shared for tray in made.queries.trays] == [True, True]

@@ -139,6 +139,14 @@ def test_documents_on_one_device_are_not_merged(many, monkeypatch):
     assert len(many.packs) == 4
 
 
+def test_results_lie_as_the_tensors_do(many):
+    q, k, v, dout, _ = tensors(2, N, N, 4, 2, 8, torch.float32)
+    out = lr.attention(q, k, v, pattern=PATTERNS["documents"])
+    found = [out, *torch.autograd.grad(out, (q, k, v), dout)]
+    assert len(many.packs) == 2
+    assert all(x.is_contiguous() for x in found)
+
+
 def test_our_own_kernel(monkeypatch):
     """In Triton, interpreted: by name it takes everything at once."""
     block = tiles.Blocks(16, 16, 4, 1)

@@ -62,8 +62,7 @@ class Tray(NamedTuple):
 
     @property
     def lines(self) -> int:
-        many, heads, rows = self.shape
-        return many * heads * rows
+        return self.place.lines
 
 
 class Trays(NamedTuple):
@@ -92,7 +91,7 @@ class Pack:
 
 
 def pack(stacks: Sequence[Stack], queries: Whole, keys: Whole) -> Pack:
-    """Together, and side by side wherever more than half of a shared tray is written then."""
+    """Together, and laid out like the whole what is all of it, or has more than half of it side by side."""
     places = [stack.queries for stack in stacks], [stack.keys for stack in stacks]
     return Pack(tuple(stacks), _trays(places[0], queries), _trays(places[1], keys))
 
@@ -100,32 +99,39 @@ def pack(stacks: Sequence[Stack], queries: Whole, keys: Whole) -> Pack:
 def apart(stacks: Sequence[Stack]) -> Pack:
     """Together, each on a tray of its own, in order."""
     places = [stack.queries for stack in stacks], [stack.keys for stack in stacks]
-    queries, keys = (_laid(some, [[i] for i in range(len(stacks))], None) for some in places)
+    queries, keys = (_laid(some, [_Group([i], place.lines) for i, place in enumerate(some)]) for some in places)
     return Pack(tuple(stacks), queries, keys)
 
 
 def _trays(places: Sequence[Place], whole: Whole) -> Trays:
-    groups: list[list[int]] = []
+    groups: list[_Group] = []
     for some in _layers(places, whole):
-        lines = sum(places[i].many * len(places[i].rows) for i in some) * whole.heads
-        groups += [some] if len(some) > 1 and 2 * lines > whole.lines else [[i] for i in some]
-    return _laid(places, groups, whole)
+        lines = sum(places[i].lines for i in some)
+        is_shared = lines == whole.lines or (len(some) > 1 and 2 * lines > whole.lines)
+        groups += [_Group(some, lines, whole)] if is_shared else [_Group([i], places[i].lines) for i in some]
+    return _laid(places, groups)
 
 
-def _laid(places: Sequence[Place], groups: Sequence[Sequence[int]], whole: Whole | None) -> Trays:
-    """A tray for each group, which is shared if there are several in it."""
+class _Group(NamedTuple):
+    """Numbers of places that have a tray together: one like the whole, if that is given."""
+
+    members: Sequence[int]
+    lines: int
+    whole: Whole | None = None
+
+
+def _laid(places: Sequence[Place], groups: Sequence[_Group]) -> Trays:
     trays: list[Tray] = []
     berths: dict[int, tuple[Berth, Berth]] = {}
     first = 0
-    for group in groups:
-        if len(group) == 1:
-            trays.append(Tray(places[group[0]], first, is_shared=False, is_full=True))
-            berths[group[0]] = _own_berths(places[group[0]], first)
+    for members, lines, whole in groups:
+        if whole is None:
+            (number,) = members
+            trays.append(Tray(places[number], first, is_shared=False, is_full=True))
+            berths[number] = _own_berths(places[number], first)
         else:
-            assert whole is not None
-            written = sum(places[i].many * len(places[i].rows) for i in group) * whole.heads
-            trays.append(Tray(whole.place, first, is_shared=True, is_full=written == whole.lines))
-            berths |= {i: _shared_berths(places[i], first, whole) for i in group}
+            trays.append(Tray(whole.place, first, is_shared=True, is_full=lines == whole.lines))
+            berths |= {i: _shared_berths(places[i], first, whole) for i in members}
         first += trays[-1].lines
     found = [berths[i] for i in range(len(places))]
     return Trays(tuple(trays), tuple(one for one, _ in found), tuple(one for _, one in found), first)

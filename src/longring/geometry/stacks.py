@@ -55,6 +55,11 @@ class Place(NamedTuple):
         return len(self.kv_heads) * self.share
 
     @property
+    def lines(self) -> int:
+        """How many rows of how many heads."""
+        return self.many * self.heads * len(self.rows)
+
+    @property
     def extent(self) -> range:
         """From the first row to the last."""
         last = self.rows[-1] + self.spacing * (self.repeats - 1) + self.skew * (len(self.kv_heads) - 1)

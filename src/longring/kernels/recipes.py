@@ -15,7 +15,7 @@ import torch
 from ..geometry.packs import Pack, Whole, pack
 from ..geometry.portions import PACKED, PACKED_IN_ANY_CASE, has_most, portions, stretches
 from ..geometry.slabs import Slab
-from ..geometry.stacks import Place, Stack
+from ..geometry.stacks import Stack
 from ..geometry.tiles import Tile
 from .operations.contract import Operation, TakesMany, WritesInPlace
 from .rates import Cost, Pass, Size, by_speed, cost_alone, cost_of_merging, cost_together, generation
@@ -172,7 +172,7 @@ def _worth_together(alone: Sequence[Alone], operation: TakesMany, slab: Slab, as
     order = sorted(everything, key=lambda i: by_itself[i].device)
     times = _times([by_itself[i] for i in order], [with_others[i] for i in order])
     whole = _whole(slab, asked)
-    if sum(_lines(one.stack.queries) for one in alone) <= whole:  # all together, nothing is left to be merged
+    if sum(one.stack.queries.lines for one in alone) <= whole:  # all together, nothing is left to be merged
         times[-1] -= cost_of_merging(asked.which, whole * asked.q[3], kind)
     best = min((many for many in range(len(times)) if many != 1), key=lambda many: times[many])
     return set(order[:best]) if times[best] < WORTH_IT * times[0] else set()
@@ -203,7 +203,7 @@ def _few_at_a_time(stacks: Sequence[Stack], slab: Slab, asked: Asked) -> list[li
     found: list[list[Stack]] = []
     lines = most
     for stack in stacks:
-        each = _lines(stack.queries)
+        each = stack.queries.lines
         if lines + each > most:
             found.append([])
             lines = 0
@@ -215,10 +215,6 @@ def _few_at_a_time(stacks: Sequence[Stack], slab: Slab, asked: Asked) -> list[li
 def _whole(slab: Slab, asked: Asked) -> int:
     """Lines of the slab's rows."""
     return asked.q[0] * len(slab.rows) * asked.q[2]
-
-
-def _lines(place: Place) -> int:
-    return place.many * place.heads * len(place.rows)
 
 
 def _packed(stacks: Sequence[Stack], slab: Slab, asked: Asked) -> Pack:

@@ -7,8 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...geometry.packs import Pack, apart
-from ..places import Place, Stack
+from ...geometry.packs import Pack, Whole, pack
+from ..places import Stack
 from ..triton import is_available
 from .contract import Rows
 from .cuda import not_for
@@ -71,5 +71,5 @@ def _everything(q: Tensor, k: Tensor, causal: bool) -> Pack:
 
 @lru_cache(maxsize=1024)
 def _square(many: int, heads: int, kv_heads: int, rows: int, cols: int, causal: bool) -> Pack:
-    queries = Place(range(many), 1, 0, range(kv_heads), 0, range(rows), heads // kv_heads)
-    return apart([Stack(queries, queries._replace(rows=range(cols), share=1), "causal" if causal else "full")])
+    queries, keys = Whole(many, range(rows), kv_heads, heads // kv_heads), Whole(many, range(cols), kv_heads, 1)
+    return pack([Stack(queries.place, keys.place, "causal" if causal else "full")], queries, keys)
