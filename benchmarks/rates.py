@@ -6,6 +6,7 @@ python benchmarks/rates.py                   # prints the cases as the table has
 from __future__ import annotations
 
 import sys
+from statistics import median
 
 import torch
 
@@ -37,7 +38,8 @@ def measured(d: int, many: int, rows: int, cols: int, causal: bool) -> dict[str,
             backward[operation.name] = Turn(lambda o=operation, g=given, r=known: o.backward(r, *g))
     work = 4e-12 * many * HEADS * rows * cols * d / (2 if causal else 1)
     times = [timed(turns, q.device, repeats=5) for turns in (forward, backward)]
-    return {name: (round(work / times[0][name].median), round(2.5 * work / times[1][name].median)) for name in forward}
+    seconds = [{name: median(found) for name, found in turns.items()} for turns in times]
+    return {name: (round(work / seconds[0][name]), round(2.5 * work / seconds[1][name])) for name in forward}
 
 
 def main() -> None:
