@@ -51,7 +51,7 @@ def documents() -> Pack:
         for first, length in zip(starts, lengths, strict=False)
     ]
     whole = Whole(1, range(starts[-1]), HEADS, 1)
-    return pack([Stack(place, place, "causal") for place in places], whole, whole)
+    return pack([Stack(place, place, hi=0) for place in places], whole, whole)
 
 
 def main() -> None:

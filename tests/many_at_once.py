@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+import stacking
 from longring.geometry.packs import Berth, Pack, Trays
 from longring.geometry.stacks import Stack
 from longring.kernels.operations.contract import Rows
@@ -24,8 +25,10 @@ class ManyAtOnce(CpuFlash):
         self.packs.append(pack)
         out, lse = _memory(pack.queries, q.shape[3], q.dtype, 0.0), _memory(pack.queries, 1, LOG, -torch.inf)
         for i, stack in enumerate(pack.stacks):
-            turned = _turned(stack, q, k, v)
-            found, log = self.forward(*turned, stack.shape != "full", scale)
+            if stack.shape == "band":
+                found, log = stacking.attended(q, k, v, stack, scale)
+            else:
+                found, log = self.forward(*_turned(stack, q, k, v), stack.shape != "full", scale)
             _put(out, pack.queries.berths[i], _back(stack, found))
             _put(lse, pack.queries.berths_by_head[i], _back(stack, log.unsqueeze(-1)))
         found = zip(_read(out, pack.queries, by_head=False), _read(lse, pack.queries, by_head=True), strict=True)
@@ -38,6 +41,11 @@ class ManyAtOnce(CpuFlash):
         kinds = pack.queries, pack.keys, pack.keys
         memory = [_memory(trays, q.shape[3], q.dtype, 0.0) for trays in kinds]
         for i, stack in enumerate(pack.stacks):
+            if stack.shape == "band":
+                found = stacking.gradients(*rows, q, k, v, stack, scale)
+                for into, trays, x in zip(memory, kinds, found, strict=True):
+                    _put(into, trays.berths[i], x)
+                continue
             place = stack.queries
             dlse = None if rows.dlse is None else place.row_view(rows.dlse)
             lines = place.view(rows.dout), place.view(rows.out), place.row_view(rows.lse), dlse

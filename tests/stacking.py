@@ -18,6 +18,8 @@ from longring.kernels.places import Place, Stack, stacks
 from longring.numerics.online_softmax import merge_
 from longring.testing import Result
 
+LIMITS = {"full": (None, None), "causal": (None, 0), "flipped": (0, None)}
+
 
 def draw(*shapes: Sequence[int], dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> list[Tensor]:
     numbers = torch.Generator().manual_seed(seed)
@@ -46,7 +48,7 @@ def some_stack(rng: random.Random, batch: int, n: int, kv_heads: int, share: int
     height = rng.randint(1, n // 3)
     width = height if shape != "full" else rng.randint(1, n // 3)
     queries, keys = (_some_place(rng, n, *where, rows, length, share) for length in (height, width))
-    return Stack(queries, keys._replace(share=1), shape)
+    return Stack(queries, keys._replace(share=1), *LIMITS[shape])
 
 
 def _some(rng: random.Random, n: int) -> tuple[int, int]:
@@ -87,8 +89,9 @@ def gradients(
 def _scores(q: Tensor, k: Tensor, stack: Stack, scale: float) -> Tensor:
     scores = scale * (stack.queries.view(q.double()) @ _wide(k, stack).mT)
     gap = torch.arange(scores.shape[-1], device=q.device) - torch.arange(scores.shape[-2], device=q.device)[:, None]
-    meets = {"full": gap == gap, "causal": gap <= 0, "flipped": gap >= 0}[stack.shape]
-    return scores.masked_fill(~meets, -torch.inf)
+    lo, hi = stack.limits
+    hidden = torch.zeros_like(gap, dtype=torch.bool) if lo is None else gap < lo
+    return scores.masked_fill(hidden if hi is None else hidden | (gap > hi), -torch.inf)
 
 
 def _wide(x: Tensor, stack: Stack) -> Tensor:

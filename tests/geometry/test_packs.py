@@ -102,7 +102,7 @@ def test_rows_that_nobody_has_are_known():
 
 def square(first, length, kv_heads=2):
     place = Place(range(1), 1, 0, range(kv_heads), 0, range(first, first + length), 1)
-    return Stack(place, place, "causal")
+    return Stack(place, place, hi=0)
 
 
 def test_a_tray_that_would_be_half_empty_is_not_shared():
@@ -127,7 +127,7 @@ def test_of_rows_that_several_have_each_takes_a_layer():
 
 def test_a_window_of_the_rows():
     places = [Place(range(2), 1, 0, range(2), 0, range(first, first + 5), 2) for first in (20, 25)]
-    found = [Stack(place, place._replace(share=1), "full") for place in places]
+    found = [Stack(place, place._replace(share=1)) for place in places]
     made = pack(found, Whole(2, range(20, 30), 2, 2), Whole(2, range(20, 30), 2, 1))
     check(made.queries, places)
     assert made.queries.lines == 2 * 10 * 4

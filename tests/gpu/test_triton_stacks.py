@@ -86,7 +86,7 @@ def test_rows_beyond_two_to_the_31_elements():
     q, k, v, dout = (torch.randn(1, n, heads, d, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     assert q.numel() > 1 << 31
     places = [Place(range(1), 1, 0, range(heads), 0, range(start, start + few), 1) for start in (n - few, 0)]
-    far, near = (apart([Stack(place, place, "causal")]) for place in places)
+    far, near = (apart([Stack(place, place, hi=0)]) for place in places)
     tail = [x[:, -few:].contiguous() for x in (q, k, v, dout)]
     out, lse = torch.zeros_like(q), torch.full((1, heads, n), 9.0, device="cuda")
     for there, here in zip(tiles.forward(q, k, v, far, 0.09)[0], tiles.forward(*tail[:3], near, 0.09)[0], strict=True):

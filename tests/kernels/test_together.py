@@ -77,6 +77,54 @@ def check(pattern, *, batch=2, scale=None, dtype=torch.float32, heads=(4, 4), wi
 # ------------------------------------------------------------------------------------------------ what comes of it
 
 
+@pytest.fixture
+def uncut(many, monkeypatch):
+    """And it takes bands as they are."""
+    monkeypatch.setattr(recipes, "_worth_together", lambda *_: None)
+    return many
+
+
+WINDOWS = {
+    "left": lr.Dense(window=(5, 0)),
+    "both": lr.Dense(causal=False, window=(3, 4)),
+    "none": lr.Dense(causal=False, window=(0, 0)),
+    "wide": lr.Dense(window=(19, 0)),
+    "in documents": lr.Dense(window=(4, 0), documents=[0, 9, N]),
+    "in lengths": lr.Dense(causal=False, window=(2, 7), lengths=[13, N]),
+}
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+def test_windows_uncut(window, heads, uncut):
+    check(WINDOWS[window], heads=heads)
+    shapes = {stack.shape for pack in uncut.packs for stack in pack.stacks}
+    assert "band" in shapes
+
+
+def test_a_window_uncut_is_not_merged(uncut, monkeypatch):
+    monkeypatch.setattr("longring.kernels.triton.parts.merge_parts", lambda *_, **__: pytest.fail("merged"))
+    monkeypatch.setattr("longring.kernels.triton.parts.add_parts", lambda *_, **__: pytest.fail("added up"))
+    check(WINDOWS["left"])
+    assert [len(pack.stacks) for pack in uncut.packs] == [1, 1]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_windows_uncut_by_every_schedule(schedule, uncut):
+    options = {"ranks": 4, "node_ranks": 2} if schedule in ("double_ring", "hybrid") else {"ranks": 3}
+    check(WINDOWS["left"], schedule=schedule, layout="zigzag", heads=(4, 2), **options)
+    assert uncut.packs
+
+
+def test_queries_behind_a_cached_prefix_uncut(uncut):
+    q, k, v, dout, _ = tensors(1, 9, N, 4, 2, 8, torch.float32)
+    out, lse = lr.attention(q, k, v, return_lse=True)
+    got = Result(out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), dout))
+    verdicts = judge(got, q, k, v, lr.Dense(), dout)
+    assert all(verdict.ok for verdict in verdicts), verdicts
+    assert {stack.shape for pack in uncut.packs for stack in pack.stacks} == {"band"}
+
+
 @pytest.mark.parametrize("pattern", [name for name in PATTERNS if name != "full"])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
 def test_together_on_one_device(pattern, heads, many):
@@ -159,7 +207,8 @@ def test_our_own_kernel(monkeypatch):
     with mended_interpreter():
         for pattern in ("documents", "window", "mod"):
             check(PATTERNS[pattern], heads=(4, 2), d=16)
-    assert [len(pack.stacks) > 1 for pack in launched] == [True] * 3
+    assert [len(pack.stacks) > 1 for pack in launched] == [True, False, True]
+    assert launched[1].stacks[0].shape == "band"
 
 
 # ------------------------------------------------------------------------------------------------- who goes together
@@ -234,6 +283,15 @@ def test_a_large_document_beside_many_small_ones_has_a_launch_of_its_own(hopper)
     alone, packs = steps("forward", lr.Dense(documents=documents), 32768, 16, 128)
     assert [len(stack.queries.rows) for stack in alone] == [32768 - documents[-2]]
     assert sum(len(pack.stacks) for pack in packs) == 59
+
+
+def test_narrow_windows_go_uncut_and_wide_ones_are_squares(hopper):
+    for which in ("forward", "backward"):
+        alone, packs = steps(which, lr.Dense(window=(511, 0)), 131072, 16, 128)
+        assert alone == []
+        assert [[stack.shape for stack in pack.stacks] for pack in packs] == [["band"]]
+        alone, packs = steps(which, lr.Dense(window=(16383, 0)), 131072, 16, 128)
+        assert packs == []
 
 
 def test_the_host_may_be_slow_while_the_device_is_busy(hopper):

@@ -12,7 +12,8 @@ import longring as lr
 import stacking
 from longring.errors import KernelRefusal
 from longring.geometry.packs import Whole, apart, pack
-from longring.kernels.places import Place, Stack
+from longring.geometry.tiles import Tile, trim
+from longring.kernels.places import Place, Stack, stacks
 from longring.testing import judge, relative_error
 from longring.testing.budgets import distance
 from watched_memory import watched_memory
@@ -46,7 +47,7 @@ def _interpreter():
 
 def one(shape, rows, cols, kv_heads=1, share=1):
     queries = Place(range(1), 1, 0, range(kv_heads), 0, range(rows), share)
-    return Stack(queries, Place(range(1), 1, 0, range(kv_heads), 0, range(cols), 1), shape)
+    return Stack(queries, Place(range(1), 1, 0, range(kv_heads), 0, range(cols), 1), *stacking.LIMITS[shape])
 
 
 def tensors(batch, n, kv_heads, share, d, dtype=torch.float32, seed=0):
@@ -78,6 +79,18 @@ def check(q, k, v, found, scale, dout, dlse=None, sizes=SMALL, dtype=None):
 def test_every_shape_and_edge(shape, n, sizes):
     q, k, v, dout = tensors(1, n, 1, 1, 16, seed=n)
     check(q, k, v, [one(shape, n, n)], 0.25, dout, sizes=sizes)
+
+
+@pytest.mark.parametrize("limits", [(-9, 0), (-40, -3), (0, 5), (-1, 1), (-17, 30), (3, 3), (None, 12), (-20, None)])
+@pytest.mark.parametrize(("rows", "cols"), [(47, 47), (47, 20), (20, 47)])
+def test_bands(rows, cols, limits):
+    """Of any width, across any rectangle."""
+    q, k, v, dout = tensors(1, 48, 1, 2, 16)
+    kept = trim(rows, cols, *limits)
+    assert kept is not None
+    tile = Tile(range(1), range(1), range(rows), range(cols))._trimmed(range(rows), range(cols), kept)
+    (stack,) = stacks([tile], 2)
+    check(q, k, v, [stack], 0.25, dout, sizes=UNEVEN)
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(1, 40), (40, 1), (33, 20), (16, 47)])
@@ -210,9 +223,8 @@ def test_tensors_are_read_where_they_lie():
     k = k.transpose(1, 2).contiguous().transpose(1, 2)[:, :n]
     v = torch.cat([v, v], -1)[:, n:, :, d:]
     dout = dout[:1, :1, :1, :1].expand(2, n, heads, d)
-    stack = Stack(
-        Place(range(2), 1, 0, range(2), 0, range(n), 1), Place(range(2), 1, 0, range(2), 0, range(n), 1), "causal"
-    )
+    place = Place(range(2), 1, 0, range(2), 0, range(n), 1)
+    stack = Stack(place, place, hi=0)
     check(q, k, v, [stack], 0.25, dout)
 
 

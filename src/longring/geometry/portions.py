@@ -55,6 +55,12 @@ def portions(slab: Slab, q: Shaped, k: Shaped, *, is_first: bool, is_lazy: bool)
         yield from stack.split(limit)
 
 
+@lru_cache(maxsize=256)
+def with_bands(tiles: tuple[Tile, ...], share: int) -> tuple[Stack, ...]:
+    """The stacks of tiles as they are, for an operation that knows windows."""
+    return tuple(stacks(tiles, share))
+
+
 def has_most(place: Place, slab: Slab, x: Shaped) -> bool:
     """Whether the place has more than half of a slab's rows: then it pays to write them where they belong."""
     batch, _, heads, _ = x.shape

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from .ranges import look, moved
-from .tiles import Tile
+from .tiles import Tile, shape_of
 
 
 class Shaped(Protocol):
@@ -95,7 +95,17 @@ class Stack(NamedTuple):
 
     queries: Place
     keys: Place
-    shape: str  # "full", "causal" or "flipped"
+    lo: int | None = None  # column - row, at least
+    hi: int | None = None  # and at most
+
+    @property
+    def shape(self) -> str:
+        """As of a tile; "band" for operations that know them alone."""
+        return shape_of(len(self.queries.rows), len(self.keys.rows), self.lo, self.hi)
+
+    @property
+    def limits(self) -> tuple[int | None, int | None]:
+        return self.lo, self.hi
 
     def in_batches(self, most: int) -> Iterator[Stack]:
         """The same work in stacks of at most so many repeats or batch rows."""
@@ -112,7 +122,7 @@ class Stack(NamedTuple):
         for first in range(0, len(self.queries.kv_heads), heads):
             for start in range(0, self.queries.many, many):
                 queries, keys = (_part(place, first, heads, start, many) for place in (self.queries, self.keys))
-                yield Stack(queries, keys, self.shape)
+                yield self._replace(queries=queries, keys=keys)
 
 
 def _part(place: Place, first: int, heads: int, start: int, many: int) -> Place:
@@ -127,7 +137,7 @@ def _part(place: Place, first: int, heads: int, start: int, many: int) -> Place:
 
 
 def stacks(tiles: Sequence[Tile], share: int) -> list[Stack]:
-    """Full, causal and flipped tiles as stacks; `share` query heads have a kv head in common."""
+    """Tiles as stacks; `share` query heads have a kv head in common."""
     found: list[Stack] = []
     for group in alike(tiles, share).values():
         together = _skewed(group) if share == 1 and len(group) > len(group[0].kv_heads) else None
@@ -155,7 +165,7 @@ def count_stacks(tiles: Iterable[tuple[Tile, int]], share: int) -> list[tuple[St
 
 
 def _look(tile: Tile) -> tuple[object, ...]:
-    return tile.shape, tile.batch, tile.repeat, *map(look, (tile.kv_heads, tile.rows, tile.cols))
+    return tile.shape, tile.lo, tile.hi, tile.batch, tile.repeat, *map(look, (tile.kv_heads, tile.rows, tile.cols))
 
 
 def _evenly_spaced(tile: Tile, share: int) -> Iterator[Tile]:
@@ -175,7 +185,8 @@ def _evenly_spaced(tile: Tile, share: int) -> Iterator[Tile]:
 def _stack(tile: Tile, share: int, kv_heads: range, down: int = 0, right: int = 0) -> Stack:
     count, rows, cols = tile.repeat
     queries = Place(tile.batch, count, rows, kv_heads, down, tile.rows, share)
-    return Stack(queries, Place(tile.batch, count, cols, kv_heads, right, tile.cols, 1), tile.shape)
+    keys = Place(tile.batch, count, cols, kv_heads, right, tile.cols, 1)
+    return Stack(queries, keys, tile.lo, tile.hi)
 
 
 def _skewed(group: Sequence[Tile]) -> list[Stack] | None:

@@ -54,13 +54,7 @@ class Tile:
 
     @property
     def shape(self) -> str:
-        if self.lo is None and self.hi is None:
-            return "full"
-        if len(self.rows) == len(self.cols) and (self.lo, self.hi) == (None, 0):
-            return "causal"
-        if len(self.rows) == len(self.cols) and (self.lo, self.hi) == (0, None):
-            return "flipped"
-        return "band"
+        return shape_of(len(self.rows), len(self.cols), self.lo, self.hi)
 
     @property
     def pairs(self) -> int:
@@ -132,6 +126,14 @@ class Band(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------ counting and trimming
+
+
+def shape_of(height: int, width: int, lo: int | None, hi: int | None) -> str:
+    if lo is None and hi is None:
+        return "full"
+    if height == width and (lo, hi) == (None, 0):
+        return "causal"
+    return "flipped" if height == width and (lo, hi) == (0, None) else "band"
 
 
 def pairs_in_band(height: int, width: int, lo: int | None, hi: int | None) -> int:

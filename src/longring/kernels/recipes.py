@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 
 from ..geometry.packs import Pack, Whole, pack
-from ..geometry.portions import PACKED, PACKED_IN_ANY_CASE, has_most, portions, stretches
+from ..geometry.portions import PACKED, PACKED_IN_ANY_CASE, has_most, portions, stretches, with_bands
 from ..geometry.slabs import Slab
 from ..geometry.stacks import Stack
 from ..geometry.tiles import Tile
 from .operations.contract import Operation, TakesMany, WritesInPlace
-from .rates import Cost, Pass, Size, by_speed, cost_alone, cost_of_merging, cost_together, generation
+from .rates import BLOCK, Cost, Pass, Size, by_speed, cost_alone, cost_of_merging, cost_together, generation
 from .shelf import Shelf
 
 
@@ -150,32 +150,56 @@ WORTH_IT = 0.9  # of the time otherwise: estimates are not better than that
 def _gathered(
     operations: tuple[Operation, ...], alone: Sequence[Alone], slab: Slab, asked: Asked
 ) -> list[Alone | Together]:
-    """What is worth a launch of its own, then what goes into one with others."""
+    """What is worth a launch of its own, then what goes into one with others; or all of it, bands uncut."""
     able = willing_for(operations, asked.dtype, asked.device, asked.q[3], asked.has_dlse)
     operation = next((one for one in able if isinstance(one, TakesMany)), None)
     if operation is None or not asked.is_lazy or len(alone) < 2:
         return list(alone)
-    small = _worth_together(alone, operation, slab, asked)
+    uncut = with_bands(slab.tiles, asked.q[2] // asked.k[2])
+    small = _worth_together(alone, operation, uncut, slab, asked)
+    if small is None:
+        return _in_packs(uncut, operation, slab, asked)
     some = [one.stack for i, one in enumerate(alone) if i in small]
-    packs = [Together(_packed(few, slab, asked), operation) for few in _few_at_a_time(some, slab, asked)]
-    return [*(one for i, one in enumerate(alone) if i not in small), *packs]
+    return [*(one for i, one in enumerate(alone) if i not in small), *_in_packs(some, operation, slab, asked)]
 
 
-def _worth_together(alone: Sequence[Alone], operation: TakesMany, slab: Slab, asked: Asked) -> set[int]:
-    """The stacks whose launches cost more than they compute: of all choices of the smallest, the quickest."""
-    everything = set(range(len(alone)))
+def _worth_together(
+    alone: Sequence[Alone], operation: TakesMany, uncut: Sequence[Stack], slab: Slab, asked: Asked
+) -> set[int] | None:
+    """The stacks whose launches cost more than they compute: of all choices of the smallest, the quickest.
+
+    None where nothing is as quick as everything in one launch, with bands as they are.
+    """
     if all(one.operation is operation for one in alone):
-        return everything
+        return None
     kind = _generation(asked.device) if asked.device.type == "cuda" else "hopper"
     by_itself = [_cost(one, asked, kind) for one in alone]
-    with_others = [cost_together(asked.which, size_of(one.stack, asked.q[3]), kind) for one in alone]
-    order = sorted(everything, key=lambda i: by_itself[i].device)
+    with_others = [_cost_in_pack(one.stack, asked, kind) for one in alone]
+    order = sorted(range(len(alone)), key=lambda i: by_itself[i].device)
     times = _times([by_itself[i] for i in order], [with_others[i] for i in order])
-    whole = _whole(slab, asked)
-    if sum(one.stack.queries.lines for one in alone) <= whole:  # all together, nothing is left to be merged
-        times[-1] -= cost_of_merging(asked.which, whole * asked.q[3], kind)
+    everything = _times([Cost(0, 0)] * len(uncut), [_cost_in_pack(stack, asked, kind) for stack in uncut])[-1]
+    times[-1] -= _saved([one.stack for one in alone], slab, asked, kind)
+    everything -= _saved(uncut, slab, asked, kind)
     best = min((many for many in range(len(times)) if many != 1), key=lambda many: times[many])
+    if everything < times[best] and everything < WORTH_IT * times[0]:
+        return None
     return set(order[:best]) if times[best] < WORTH_IT * times[0] else set()
+
+
+def _saved(stacks: Sequence[Stack], slab: Slab, asked: Asked, kind: str) -> float:
+    """Seconds, if these are all, and no row is in two of them: then nothing is left to be merged."""
+    whole = _whole(slab, asked)
+    is_side_by_side = sum(stack.queries.lines for stack in stacks) <= whole
+    return cost_of_merging(asked.which, whole * asked.q[3], kind) if is_side_by_side else 0.0
+
+
+def _cost_in_pack(stack: Stack, asked: Asked, kind: str) -> Cost:
+    """A band counts as the columns that a block of its rows sees."""
+    size, (lo, hi) = size_of(stack, asked.q[3]), stack.limits
+    if stack.shape == "band":
+        seen = size.cols if lo is None or hi is None else min(size.cols, hi - lo + BLOCK)
+        size = size._replace(cols=seen, causal=False)
+    return cost_together(asked.which, size, kind)
 
 
 def _cost(one: Alone, asked: Asked, kind: str) -> Cost:
@@ -210,6 +234,10 @@ def _few_at_a_time(stacks: Sequence[Stack], slab: Slab, asked: Asked) -> list[li
         found[-1].append(stack)
         lines += each
     return found
+
+
+def _in_packs(stacks: Sequence[Stack], operation: TakesMany, slab: Slab, asked: Asked) -> list[Alone | Together]:
+    return [Together(_packed(few, slab, asked), operation) for few in _few_at_a_time(stacks, slab, asked)]
 
 
 def _whole(slab: Slab, asked: Asked) -> int:

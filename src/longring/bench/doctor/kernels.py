@@ -12,7 +12,7 @@ from ...geometry.layouts import deal
 from ...geometry.patterns import Dense, Dilated, Pattern, Problem
 from ...geometry.stacks import Stack
 from ...geometry.task import Task, tiles_over_all_keys
-from ...geometry.tiles import Tile
+from ...geometry.tiles import Tile, pairs_in_band
 from ...kernels.fused import FusedKernel
 from ...kernels.rates import Pass
 from ...kernels.select import ON_GPU, TORCH, select_kernel
@@ -113,5 +113,5 @@ def _tiles(pattern: Pattern) -> tuple[Tile, ...]:
 
 
 def _pairs(stack: Stack) -> int:
-    whole = stack.queries.many * stack.queries.heads * len(stack.queries.rows) * len(stack.keys.rows)
-    return whole if stack.shape == "full" else whole // 2
+    place = stack.queries
+    return place.many * place.heads * pairs_in_band(len(place.rows), len(stack.keys.rows), *stack.limits)

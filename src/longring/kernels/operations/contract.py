@@ -83,7 +83,7 @@ class WritesInPlace(Operation, Protocol):
 
 @runtime_checkable
 class TakesMany(Operation, Protocol):
-    """An operation that computes many stacks at once, whatever the shape of each: a pack.
+    """An operation that computes many stacks at once, whatever the shape of each, bands among them: a pack.
 
     It reads tensors as the caller has them, [batch, n, heads, d] and lse [batch, heads, n], takes a gradient of lse as
     it is, and gives what each tray of the pack has on it, [many, heads, rows, d] and [many, heads, rows].

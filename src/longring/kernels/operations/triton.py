@@ -72,4 +72,4 @@ def _everything(q: Tensor, k: Tensor, causal: bool) -> Pack:
 @lru_cache(maxsize=1024)
 def _square(many: int, heads: int, kv_heads: int, rows: int, cols: int, causal: bool) -> Pack:
     queries, keys = Whole(many, range(rows), kv_heads, heads // kv_heads), Whole(many, range(cols), kv_heads, 1)
-    return pack([Stack(queries.place, keys.place, "causal" if causal else "full")], queries, keys)
+    return pack([Stack(queries.place, keys.place, hi=0 if causal else None)], queries, keys)

@@ -341,9 +341,10 @@ def _written(device: torch.device, pack: Pack, own: int, row_bytes: int, side: s
 
 
 def _fields(stack: Stack) -> list[int]:
-    lo, hi = {"full": (-FAR, FAR), "causal": (-FAR, 0), "flipped": (0, FAR)}[stack.shape]
+    lo, hi = stack.limits
+    limits = -FAR if lo is None else lo, FAR if hi is None else hi
     rows, cols = len(stack.queries.rows), len(stack.keys.rows)
-    return [*_steps(stack.queries), *_steps(stack.keys), rows, cols, lo, hi, stack.queries.heads]
+    return [*_steps(stack.queries), *_steps(stack.keys), rows, cols, *limits, stack.queries.heads]
 
 
 def _steps(place: Place) -> tuple[int, ...]:
@@ -357,7 +358,11 @@ def _steps(place: Place) -> tuple[int, ...]:
 
 
 def _other_length(stack: Stack, side: str) -> int:
-    return len(stack.keys.rows) if side == "rows" else len(stack.queries.rows) * stack.queries.share
+    lo, hi = stack.limits
+    seen = FAR if lo is None or hi is None else hi - lo + 1  # by a row: of more than these a block reads little
+    if side == "rows":
+        return min(len(stack.keys.rows), seen)
+    return min(len(stack.queries.rows), seen) * stack.queries.share
 
 
 SECTION_BYTES = 24 << 20  # what the items of a section read together stays in the L2 cache of a large GPU
