@@ -1,6 +1,4 @@
-"""Tiles by fused operations: gathered into stacks, each computed by the fastest operation that takes it, or many at a
-time.
-"""
+"""Tiles by fused operations: gathered into stacks, each by the fastest that takes it, or many of them at once."""
 
 from __future__ import annotations
 
@@ -104,8 +102,8 @@ class FusedKernel:
                 if isinstance(step, Together):
                     _look_back_together(step, upstream, signed, k, v, scale, total, sign)
                 elif step.operation is None:
-                    tiles = _as_tiles(step.stack)
-                    ReferenceKernel().backward(upstream, q, k, v, tiles, scale=sign * scale, total=total)
+                    some = _as_tiles(step.stack)
+                    ReferenceKernel().backward(upstream, q, k, v, some, scale=sign * scale, total=total)
                 else:
                     _look_back(step, step.operation, upstream, signed, k, v, scale, total, sign)
             if len(legs) > 1:
