@@ -236,6 +236,18 @@ def test_rows_that_saw_nothing_give_and_get_nothing():
         assert not grad.any()
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
+def test_what_is_not_a_number_is_not_taken_for_nothing_seen(bad):
+    """An lse of -inf would leave it out of every merge, and rows that saw it would look sound."""
+    q, k, v, _ = tensors(1, 20, 1, 1, 16)
+    k[:, 5] = bad
+    ((out, lse),) = tiles.forward(q, k, v, apart([one("causal", 20, 20)]), 0.25, sizes=SMALL)
+    assert lse[0, 0, 5:].isnan().all()
+    assert out[0, 0, 5:].isnan().all()
+    assert lse[0, 0, :5].isfinite().all()
+
+
 def test_the_same_bits_again():
     q, k, v, _ = tensors(1, 40, 2, 2, 16)
     found = apart(stacking.pattern_stacks(lr.Dilated([8, 40], [1, 2]), 1, 40, 4, 2))

@@ -635,7 +635,7 @@ def _forward(
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
         most = highest
 
-    has_met = total > 0
+    has_met = total != 0  # nan has met something: with an lse of -inf it would be lost when parts are merged
     acc = acc / tl.where(has_met, total, 1.0)[:, None]
     lse = tl.where(has_met, most + tl.log2(tl.where(has_met, total, 1.0)), float("-inf")) * 0.6931471805599453
     _write(OUT, acc, queries + OUT_BERTH, many, head, first, mine, d, width, own)
