@@ -125,6 +125,25 @@ def test_of_rows_that_several_have_each_takes_a_layer():
     assert [tray.is_full for tray in made.queries.trays] == [True, False]
 
 
+def place(rows, *, kv_heads=2, repeats=1, spacing=0, skew=0):
+    return Place(range(1), repeats, spacing, range(kv_heads), skew, rows, 1)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        [place(range(1), skew=1), place(range(1, 2))],  # the second head's row is the other's too
+        [place(range(10), kv_heads=1), place(range(10, 20))],  # half of ten rows are nobody's
+        [place(range(4), repeats=3, spacing=2), place(range(8, 20))],  # repeats that overlap
+    ],
+    ids=["skewed", "of one head", "overlapping"],
+)
+def test_what_has_a_shape_of_its_own_has_a_tray_of_its_own(places):
+    n = places[1].rows.stop
+    made = check_pack([Stack(one, one, "full") for one in places], 1, n, n, 2, 1)
+    assert not any(tray.is_shared for tray in made.queries.trays)
+
+
 def test_a_window_of_the_rows():
     places = [Place(range(2), 1, 0, range(2), 0, range(first, first + 5), 2) for first in (20, 25)]
     found = [Stack(place, place._replace(share=1)) for place in places]
