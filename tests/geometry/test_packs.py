@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import random
+import subprocess
+import sys
+from dataclasses import astuple, replace
 
 import pytest
 
@@ -10,6 +15,7 @@ import longring as lr
 import stacking
 from longring.geometry.packs import Berth, Whole, apart, pack
 from longring.geometry.stacks import Place, Stack
+from longring.geometry.tiles import Tile
 
 
 def lines_of(place, berth):
@@ -158,3 +164,25 @@ def test_equal_packs_are_one_key():
     assert made[0] is not made[1]
     assert len(set(made)) == 1
     assert made[0] != apart([square(0, 30), square(30, 10)])
+
+
+FOUND_ELSEWHERE = """
+import pickle, sys
+for found, like in pickle.load(sys.stdin.buffer):
+    assert found == like and hash(found) == hash(like) and found in {like}, found
+"""
+
+
+def test_what_remembers_its_hash_is_found_in_another_process():
+    """There it is another: of None, of single rows, of strings."""
+    tile = Tile(range(1), range(2), range(1), range(5), None, 3)
+    made = pack([square(0, 30), square(30, 10)], *(Whole(1, range(40), 2, 1),) * 2)
+    hash(tile), hash(made)
+    fresh = replace(tile), pack([square(0, 30), square(30, 10)], *(Whole(1, range(40), 2, 1),) * 2)
+    told = pickle.dumps([(tile, fresh[0]), (made, fresh[1])])
+    command = [sys.executable, "-c", FOUND_ELSEWHERE]
+    ended = subprocess.run(
+        command, input=told, capture_output=True, timeout=60, env={**os.environ, "PYTHONHASHSEED": "1"}
+    )
+    assert ended.returncode == 0, ended.stderr.decode()
+    assert astuple(tile) == astuple(fresh[0])

@@ -181,6 +181,7 @@ AT_HOME = {
     "documents": lr.Dilated([4, 8], [1, 2], documents=[0, 9, N]),
     "no causality": lr.Dilated([4, 12], [1, 3], causal=False, phase="block"),
 }
+TURNED = lr.Dense(causal=False, window=(0, None), documents=[0, N - 4, N])
 
 
 @pytest.mark.parametrize("pattern", AT_HOME)
@@ -204,6 +205,11 @@ def test_a_negative_scale_turns_the_gradient_of_queries_round_afterwards(at_home
 @pytest.mark.parametrize("pattern", ["causal", "window", "block"])
 def test_where_there_is_one_stack_or_none_has_most_nothing_is(pattern, at_home):
     check(PATTERNS[pattern])
+    assert at_home == {"forward": 0, "backward": 0}
+
+
+def test_what_is_read_backwards_is_not(at_home, poisoned):
+    check(TURNED, batch=1)
     assert at_home == {"forward": 0, "backward": 0}
 
 

@@ -11,7 +11,11 @@ import longring as lr
 import stacking
 from attending import tensors
 from choices import forget_choices
+from longring.geometry.layouts import from_ranges
 from longring.geometry.packs import Pack
+from longring.geometry.patterns import Problem
+from longring.geometry.portions import with_bands
+from longring.geometry.task import Task, tiles_over_all_keys
 from longring.kernels import fused, recipes, select, totals
 from longring.kernels.fused import FusedKernel
 from longring.kernels.operations.cpu import CpuFlash
@@ -270,6 +274,34 @@ class TestOnHopper:
     def test_nor_do_dense_calls(self, hopper, which, packages):
         for n in (1024, 8192, 131072):
             assert steps(which, lr.Dense(), n, 16, 128, packages=packages)[1] == []
+
+
+def test_gradients_of_keys_are_bounded_as_well(hopper):
+    """Chunks dealt in turn, all keys at hand: few rows in each stack, and ever more keys."""
+    n, heads, d, chunk = 65536, 16, 128, 256
+    chunks = [[range(i, i + chunk) for i in range(rank * chunk, n, 2 * chunk)] for rank in range(2)]
+    layout = from_ranges(chunks)
+    task = Task(lr.Dense(), Problem(1, n, n, heads, 0), layout, layout, heads)
+    sizes = torch.Size((1, n // 2, heads, d)), torch.Size((1, n, heads, d))
+    asked = Asked("backward", *sizes, torch.bfloat16, torch.device("cuda:0"), True, True, False)
+    (leg,) = recipes.recipe((TritonTiles(),), tiles_over_all_keys(task, 1), asked)
+    packs = [step.pack for step in leg.steps if isinstance(step, Together)]
+    assert len(packs) > 10
+    assert max(pack.keys.lines for pack in packs) <= 2 * n * heads
+    assert sum(len(pack.stacks) for pack in packs) == len(with_bands(tiles_over_all_keys(task, 1), 1))
+
+
+def test_what_a_recipe_is_for_is_in_its_key(hopper):
+    one, other = (TritonTiles(), TritonTiles())
+    tiles = stacking.pattern_tiles(lr.Dense(documents=[0, 100, 300]), 1, 300, 2, 2)
+    size = torch.Size((1, 300, 2, 64))
+    asked = Asked("forward", size, size, torch.bfloat16, torch.device("cuda:0"), True, True, True)
+    for mine in (one, other):
+        (leg,) = recipes.recipe((mine,), tiles, asked)
+        assert {step.operation for step in leg.steps} == {mine}
+    longer = asked._replace(k=torch.Size((1, 400, 2, 64)))
+    (leg,) = recipes.recipe((one,), tiles, longer)
+    assert leg.steps[0].pack.keys.trays[0].place.rows != range(300)
 
 
 def test_a_short_longnet_goes_together(hopper):

@@ -89,6 +89,10 @@ class Pack:
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Without its hash, which is another in another process."""
+        return Pack, (self.stacks, self.queries, self.keys)
+
 
 def pack(stacks: Sequence[Stack], queries: Whole, keys: Whole) -> Pack:
     """Together, and laid out like the whole what is all of it, or has more than half of it side by side."""

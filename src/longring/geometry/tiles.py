@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import lcm
@@ -32,8 +32,15 @@ class Repeat(NamedTuple):
 ONCE = Repeat(1, 0, 0)
 
 
+class _WithHash:
+    """A place for a hash, which is no field: in another process it is another."""
+
+    __slots__ = ("_hash",)
+    _hash: int
+
+
 @dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(_WithHash):
     """Rows of the local queries against columns of the keys at hand, for some batch rows and kv heads."""
 
     batch: range
@@ -43,14 +50,15 @@ class Tile:
     lo: int | None = None
     hi: int | None = None
     repeat: Repeat = ONCE
-    _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __hash__(self) -> int:
         """Remembered: everything that is made of tiles is looked up by them, call after call."""
-        if not self._hash:
+        try:
+            return self._hash
+        except AttributeError:
             mine = self.batch, self.kv_heads, self.rows, self.cols, self.lo, self.hi, self.repeat
-            object.__setattr__(self, "_hash", hash(mine) or 1)
-        return self._hash
+            object.__setattr__(self, "_hash", hash(mine))
+            return self._hash
 
     @property
     def shape(self) -> str:

@@ -31,6 +31,8 @@ class Case(NamedTuple):
     efficient: Rate
 
 
+MEASURED = Case._fields[5:]
+
 HOPPER = (
     Case(64, 16, 256, 256, True, (13, 22), (14, 14), (11, 13), (8, 9)),
     Case(64, 16, 512, 512, True, (42, 64), (45, 45), (30, 36), (19, 21)),
@@ -214,8 +216,8 @@ GENERATIONS = {"hopper": (1.0, 1.0), "blackwell": (1.5, 1.0), "ampere": (0.4, 0.
 def cost_alone(name: str, which: Pass, size: Size, kind: str, *, copies: int = 0) -> Cost:
     """Of a launch for one stack, with so many tensors copied for it or after it."""
     backward = which == "backward"
-    measured = _nearest(size)._asdict()
-    rate = (measured.get(name) or measured["flash"])[backward] * 1e12 * GENERATIONS[kind][0]
+    measured = _nearest(size)
+    rate = getattr(measured, name if name in MEASURED else "flash")[backward] * 1e12 * GENERATIONS[kind][0]
     work = size.flops * (2.5 if backward else 1)
     copied = copies * size.heads * size.rows * size.d * 2 * 2 / COPIED
     return Cost(CALLS.get(name, CALL)[backward] + copies * CALL_OF_A_COPY, work / rate + copied)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -67,7 +68,7 @@ class Asked(NamedTuple):
     has_sign: bool = False  # q is negated, and dq has to be
 
 
-STACKS_KEPT = 1 << 15  # of all recipes: some dozens of megabytes
+STACKS_KEPT = 1 << 14  # of all recipes: some dozens of megabytes
 
 
 def recipe(operations: tuple[Operation, ...], tiles: tuple[Tile, ...], asked: Asked) -> tuple[Leg, ...]:
@@ -82,7 +83,7 @@ def forget() -> None:
 
 
 def _stacks_in(legs: tuple[Leg, ...]) -> int:
-    return sum(len(step.stacks) for leg in legs for step in leg.steps)
+    return 1 + sum(len(step.stacks) for leg in legs for step in leg.steps)
 
 
 _recipes: Shelf[tuple[Leg, ...]] = Shelf(STACKS_KEPT, _stacks_in)
@@ -222,17 +223,18 @@ def _times(by_itself: Sequence[Cost], with_others: Sequence[Cost]) -> list[float
 
 
 def _few_at_a_time(stacks: Sequence[Stack], slab: Slab, asked: Asked) -> list[list[Stack]]:
-    """So many that their results, which all wait at once, are not much more than the whole."""
-    most = max(PACKED * _whole(slab, asked), PACKED_IN_ANY_CASE // (asked.q[3] * asked.dtype.itemsize))
+    """So many that their results, which all wait at once, are not much more than the whole; those of keys as well."""
+    always = PACKED_IN_ANY_CASE // (asked.q[3] * asked.dtype.itemsize)
+    most = max(PACKED * _whole(slab, asked), always)
+    most_keys = max(PACKED * _keys(slab, asked).lines, always) if asked.which == "backward" else inf
     found: list[list[Stack]] = []
-    lines = most
+    lines = keys = inf
     for stack in stacks:
-        each = stack.queries.lines
-        if lines + each > most:
+        lines, keys = lines + stack.queries.lines, keys + stack.keys.lines
+        if lines > most or keys > most_keys:
             found.append([])
-            lines = 0
+            lines, keys = stack.queries.lines, stack.keys.lines
         found[-1].append(stack)
-        lines += each
     return found
 
 
@@ -246,8 +248,10 @@ def _whole(slab: Slab, asked: Asked) -> int:
 
 
 def _packed(stacks: Sequence[Stack], slab: Slab, asked: Asked) -> Pack:
-    batch, n_q, heads, _ = asked.q
-    n_k, kv_heads = asked.k[1:3]
-    is_everything = len(slab.rows) == n_q  # else the problem is square, and keys are cut as queries are
-    keys = range(n_k) if is_everything else slab.rows
-    return pack(stacks, Whole(batch, slab.rows, kv_heads, heads // kv_heads), Whole(batch, keys, kv_heads, 1))
+    (batch, _, heads, _), kv_heads = asked.q, asked.k[2]
+    return pack(stacks, Whole(batch, slab.rows, kv_heads, heads // kv_heads), _keys(slab, asked))
+
+
+def _keys(slab: Slab, asked: Asked) -> Whole:
+    is_everything = len(slab.rows) == asked.q[1]  # else the problem is square, and keys are cut as queries are
+    return Whole(asked.k[0], range(asked.k[1]) if is_everything else slab.rows, asked.k[2], 1)

@@ -284,7 +284,7 @@ def _made(
     seats = [[_seat(look, *one) for look in looks] for one in everyone]
     asked = [tuple(_asked(looks[:count], some, row, stride) for row in range(stride)) for some in seats]
     written = [_look(look, stride) for look in looks], [seat for some in seats for seat in some], asked
-    tables = Tables([torch.tensor(table, dtype=torch.int64) for table in written], device)
+    tables = Tables([torch.tensor(table, dtype=torch.int64, device="cpu") for table in written], device)
     return _Known(tables, rows * stride, _beats(looks, stride, rows * stride))
 
 

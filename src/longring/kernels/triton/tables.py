@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_OF_GRAPHS: dict[int, tuple[Tensor, ...]] = {}  # never forgotten: kilobytes each, and one for each kind of call
+_OF_GRAPHS: dict[int, tuple[Tensor, ...]] = {}  # never forgotten; for each kind of call kilobytes, or a few megabytes
 
 
 class Tables:

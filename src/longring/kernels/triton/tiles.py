@@ -337,7 +337,8 @@ def _written(device: torch.device, pack: Pack, own: int, row_bytes: int, side: s
         squares, height = stack.queries.many * stack.queries.heads, len(stack.queries.rows)
         lines += squares * -(-height // LINES.value) * LINES.value
     items = _items(pack.stacks, own, row_bytes, side)
-    return Work(Tables([items, torch.tensor(fields, dtype=torch.int64)], device), len(items), len(fields), lines)
+    table = torch.tensor(fields, dtype=torch.int64, device="cpu")  # whatever the default device is
+    return Work(Tables([items, table], device), len(items), len(fields), lines)
 
 
 def _fields(stack: Stack) -> list[int]:
@@ -374,17 +375,17 @@ def _items(stacks: Sequence[Stack], own: int, row_bytes: int, side: str) -> Tens
     Those of a stack come in sections: squares whose rows fit the cache together, in each the longest blocks first.
     """
     order = sorted(range(len(stacks)), key=lambda i: -_other_length(stacks[i], side))
-    numbers = torch.tensor([_numbers_of_items(stacks[i], own, row_bytes, side) for i in order])
+    numbers = torch.tensor([_numbers_of_items(stacks[i], own, row_bytes, side) for i in order], device="cpu")
     counts = numbers[:, 0] * numbers[:, 1]
     each = torch.repeat_interleave(numbers, counts, dim=0)  # of all stacks at once: there may be a thousand
     squares, blocks, heads, at_once, is_longest_last = each.unbind(1)
-    turn = torch.arange(len(each)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    turn = torch.arange(len(each), device="cpu") - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     section = turn // (at_once * blocks)
     before = section * at_once
     block, square = _divided(turn - before * blocks, torch.minimum(at_once, squares - before))
     block = torch.where(is_longest_last.bool(), blocks - 1 - block, block)
     many, head = _divided(before + square, heads)
-    stack = torch.repeat_interleave(torch.tensor(order), counts)
+    stack = torch.repeat_interleave(torch.tensor(order, device="cpu"), counts)
     return torch.stack([stack, many, head, block], dim=1).to(torch.int32)
 
 
