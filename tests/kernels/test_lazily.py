@@ -209,9 +209,7 @@ def test_where_there_is_one_stack_or_none_has_most_nothing_is(pattern, at_home):
 
 
 def test_what_is_read_backwards_is_not(at_home, poisoned, monkeypatch):
-    monkeypatch.setattr(
-        portions, "SMALLEST_SLAB", 1 << 28
-    )  # both documents in one, so that there is something to merge
+    monkeypatch.setattr(portions, "SMALLEST_SLAB", 1 << 28)  # both documents in one: there is something to merge
     check(TURNED, batch=1)
     assert at_home == {"forward": 0, "backward": 0}
 
