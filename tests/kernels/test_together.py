@@ -261,7 +261,9 @@ class TestOnHopper:
         alone, packs = steps(which, HUNDRED, 65536, 16, 128, packages=packages)
         assert len(alone) + sum(len(pack.stacks) for pack in packs) == 2
 
-    @pytest.mark.parametrize(("n", "heads", "d"), [(1 << 20, 16, 128), (65536, 16, 128), (1 << 20, 12, 64)])
+    @pytest.mark.parametrize(
+        ("n", "heads", "d"), [(n, *of) for n in (1 << 20, 1 << 16) for of in ((16, 128), (12, 64))]
+    )
     def test_longnet_as_it_was_measured_goes_branch_by_branch(self, hopper, which, packages, n, heads, d):
         _, packs = steps(which, LONGNET, n, heads, d, packages=packages)
         assert packs == []
