@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import longring as lr
+from longring.errors import RowsLeftOut
 from longring.geometry.layouts import deal
 from longring.geometry.plans import PLANS
-from longring.testing import Result
+from longring.testing import Result, judge
 
 LENGTH, HEADS, KV_HEADS, D = 45, 6, 3, 8  # which nothing divides; two query heads share one of the keys
 TIMEOUT = 60.0
@@ -67,6 +68,24 @@ def tensors(batch, n_q, n_k, heads, kv_heads, d, dtype=torch.float64, seed=0):
     dout = torch.randn(shapes[0], generator=draw, dtype=torch.float64).to(dtype)
     dlse = torch.randn(batch, heads, n_q, generator=draw, dtype=torch.float64)
     return q, k, v, dout, dlse if dtype == torch.float64 else dlse.float()
+
+
+def keeps_the_budget(
+    pattern, n, *, batch=2, scale=None, dtype=torch.float32, heads=(4, 4), d=8, with_dlse=True, **options
+) -> None:
+    """Alone, or on ranks that are simulated, against the definition."""
+    q, k, v, dout, dlse = tensors(batch, n, n, *heads, d, dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RowsLeftOut)
+        if options:
+            sim = lr.simulate(q, k, v, pattern=pattern, **options)
+            out, lse = sim.out, sim.lse
+        else:
+            out, lse = lr.attention(q, k, v, pattern=pattern, return_lse=True, scale=scale)
+    outs, grads = ((out, lse), (dout, dlse)) if with_dlse else ((out,), (dout,))
+    got = Result(out.detach(), lse.detach(), *torch.autograd.grad(outs, (q, k, v), grads))
+    verdicts = judge(got, q, k, v, pattern, dout, dlse if with_dlse else None, scale=scale)
+    assert all(verdict.ok for verdict in verdicts), verdicts
 
 
 def sharding_of(case: Case, group: Any) -> lr.Sharding:

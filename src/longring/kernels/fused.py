@@ -237,10 +237,8 @@ def _aligned(x: Tensor) -> Tensor:
 def _as_tiles(stack: Stack) -> list[Tile]:
     """The stack as tiles again, a head at a time where heads are skewed."""
     queries, keys = stack.queries, stack.keys
-    limits = {"full": (None, None), "causal": (None, 0), "flipped": (0, None)}[stack.shape]
     repeat = Repeat(queries.repeats, queries.spacing, keys.spacing)
     heads = queries.kv_heads
     each = [heads] if not (queries.skew or keys.skew) else [heads[i : i + 1] for i in range(len(heads))]
     starts = [(moved(queries.rows, i * queries.skew), moved(keys.rows, i * keys.skew)) for i in range(len(each))]
-    lo, hi = limits
-    return [Tile(queries.batch, some, *start, lo, hi, repeat) for some, start in zip(each, starts, strict=True)]
+    return [Tile(queries.batch, some, *start, *stack.limits, repeat) for some, start in zip(each, starts, strict=True)]
