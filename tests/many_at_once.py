@@ -3,11 +3,13 @@ trays of the pack, by their berths alone."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 import stacking
-from longring.geometry.packs import Berth, Pack, Trays
+from longring.geometry.packs import Berth, Pack, Trays, Whole, pack
 from longring.geometry.stacks import Stack
 from longring.kernels.operations.contract import Rows
 from longring.kernels.operations.cpu import CpuFlash
@@ -17,9 +19,13 @@ LOG = torch.float32
 
 class ManyAtOnce(CpuFlash):
     name = "many_at_once"
+    takes_anything = True
 
     def __init__(self) -> None:
         self.packs: list[Pack] = []
+
+    def in_packs(self, stacks: Sequence[Stack], queries: Whole, keys: Whole) -> list[Pack]:
+        return [pack(stacks, queries, keys)]
 
     def forward_many(self, q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> list[tuple[Tensor, Tensor]]:
         self.packs.append(pack)

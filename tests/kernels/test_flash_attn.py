@@ -15,6 +15,7 @@ import torch
 
 import longring as lr
 from choices import forget_choices
+from longring.kernels import fused, totals
 from longring.kernels.operations import flash_attn
 from longring.kernels.operations.contract import Rows
 from longring.kernels.operations.flash_attn import FlashAttn2, FlashAttn3, FlashAttn4
@@ -196,6 +197,130 @@ def test_the_operation_of_the_same_bits_is_one_and_stays_so(kind):
 def test_auto_takes_it_for_tensors_that_it_computes(kernel):
     q, k, *_ = tensors(torch.bfloat16)
     assert kernel in select_kernel("auto", q, k)[0].name.split(" or ")
+
+
+# ------------------------------------------------------------------------------ windows uncut, and many sequences
+
+WINDOWS = {
+    "causal": lr.Dense(window=(7, 0)),
+    "both sides": lr.Dense(causal=False, window=(9, 4)),
+    "of one key": lr.Dense(causal=False, window=(0, 0)),
+    "to the right": lr.Dense(causal=False, window=(0, 11)),
+    "without a limit": lr.Dense(causal=False, window=(None, 3)),
+}
+SEQUENCES = {
+    "documents": lr.Dense(documents=[0, 7, 8, 30, 45]),
+    "equal documents": lr.Dense(documents=range(0, 46, 9)),
+    "full documents": lr.Dense(causal=False, documents=[0, 7, 8, 30, 45]),
+    "documents of each batch row": lr.Dense(documents=[[0, 7, 8, 30, 45], [0, 20, 45]]),
+    "windows in documents": lr.Dense(window=(7, 0), documents=[0, 3, 4, 30, 45]),
+}
+
+
+@pytest.fixture
+def launched(install, on_gpu, monkeypatch):
+    """(sequences or None, window) of every launch of flash-attn-4, where parts wait for each other as on a GPU."""
+    triton = pytest.importorskip("triton", reason="needs the package triton")
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("needs Triton's interpreter")
+    install(FlashAttn4)
+    monkeypatch.setattr(FlashAttn4, "right_for", range(8, 257, 8))
+    for module in (totals, fused):
+        monkeypatch.setattr(module, "is_lazy", lambda _: True)
+    found = importlib.import_module("flash_attn.cute.interface").launched
+    found.clear()
+    return found
+
+
+@pytest.mark.parametrize("with_dlse", [False, True], ids=["", "dlse"])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("pattern", WINDOWS.values(), ids=WINDOWS)
+def test_a_window_is_one_launch(launched, pattern, kv_heads, with_dlse, monkeypatch):
+    never_merged(monkeypatch)
+    q, k, v, dout, dlse = tensors(torch.bfloat16, kv_heads=kv_heads)
+    check("flash_attn_4", pattern, q, k, v, dout, dlse if with_dlse else None)
+    assert len(launched) == 2
+    assert all(count is None for count, _ in launched)
+
+
+@pytest.mark.parametrize("with_dlse", [False, True], ids=["", "dlse"])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("pattern", SEQUENCES.values(), ids=SEQUENCES)
+def test_documents_are_one_launch(launched, pattern, kv_heads, with_dlse, monkeypatch):
+    never_merged(monkeypatch)
+    q, k, v, dout, dlse = tensors(torch.bfloat16, kv_heads=kv_heads)
+    check("flash_attn_4", pattern, q, k, v, dout, dlse if with_dlse else None)
+    assert len(launched) == 2
+    assert all(count is not None and count > 5 for count, _ in launched)
+
+
+def never_merged(monkeypatch):
+    for name in ("merge_parts", "add_parts"):
+        monkeypatch.setattr(f"longring.kernels.triton.parts.{name}", lambda *_, **__: pytest.fail("merged"))
+
+
+def test_results_lie_as_the_tensors_do(launched):
+    q, k, v, dout, _ = tensors(torch.bfloat16)
+    for pattern in (*WINDOWS.values(), *SEQUENCES.values()):
+        out, lse = lr.attention(q, k, v, pattern=pattern, kernel="flash_attn_4", return_lse=True)
+        found = out, lse, *torch.autograd.grad(out, (q, k, v), dout)
+        assert all(x.is_contiguous() for x in found)
+
+
+def test_batch_rows_that_do_not_follow_each_other(launched):
+    whole = [x.detach() for x in tensors(torch.bfloat16, n=60)[:4]]
+    q, k, v, dout = (x[:, 5:50] for x in whole)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    for pattern in (SEQUENCES["documents"], WINDOWS["causal"]):
+        check("flash_attn_4", pattern, q, k, v, dout)
+    assert len(launched) == 4
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_any_scale(launched, scale):
+    q, k, v, dout, _ = tensors(torch.bfloat16)
+    for pattern in (SEQUENCES["documents"], WINDOWS["causal"]):
+        out, lse = lr.attention(q, k, v, pattern=pattern, kernel="flash_attn_4", return_lse=True, scale=scale)
+        got = Result(out, lse, *torch.autograd.grad(out, (q, k, v), dout))
+        verdicts = judge(got, q, k, v, pattern, dout, scale=scale)
+        assert all(verdict.ok for verdict in verdicts), verdicts
+    assert len(launched) == 4
+
+
+def test_queries_behind_a_cached_prefix_are_one_launch(launched):
+    q, k, v, dout, dlse = tensors(torch.bfloat16)
+    q = q.detach()[:, :9].requires_grad_()
+    check("flash_attn_4", lr.Dense(), q, k, v, dout[:, :9], dlse[:, :, :9])
+    assert launched == [(None, (None, None))] * 2  # causal, as it is aligned
+
+
+@pytest.mark.parametrize("schedule", ["ring", "exchange", "gather", "ulysses"])
+@pytest.mark.parametrize("name", ["causal", "documents", "windows in documents"])
+def test_over_ranks(launched, name, schedule):
+    pattern = {**WINDOWS, **SEQUENCES}[name]
+    q, k, v, dout, dlse = tensors(torch.bfloat16, kv_heads=2, batch=1)
+    for layout in ("contiguous", "zigzag"):
+        sim = lr.simulate(q, k, v, ranks=3, pattern=pattern, kernel="flash_attn_4", schedule=schedule, layout=layout)
+        got = Result(sim.out, sim.lse, *torch.autograd.grad((sim.out, sim.lse), (q, k, v), (dout, dlse)))
+        keep_budgets(got, pattern, q, k, v, dout, dlse)
+    assert any(count is not None or window != (None, None) for count, window in launched)
+
+
+def test_slab_by_slab(launched, monkeypatch):
+    monkeypatch.setattr("longring.geometry.portions.SMALLEST_SLAB", 1)
+    q, k, v, dout, dlse = tensors(torch.bfloat16, batch=1)
+    check("flash_attn_4", lr.Dense(documents=[*range(0, 45, 2), 45]), q, k, v, dout, dlse)
+    assert len(launched) > 4
+    assert sum(count for count, _ in launched) == 2 * 23
+
+
+def test_the_same_bits_where_they_are_asked_for_of_sequences(launched):
+    told = told_of_determinism()
+    told.clear()
+    q, k, v, dout, dlse = tensors(torch.bfloat16)
+    for pattern in (SEQUENCES["documents"], WINDOWS["causal"]):
+        check("flash_attn_4", pattern, q, k, v, dout, dlse, deterministic=True)
+    assert set(told) == {True}
 
 
 # ------------------------------------------------------------------------------------------------- what is refused

@@ -61,8 +61,18 @@ def many(monkeypatch):
     """`auto` is two operations of the CPU, one of which takes many stacks at once, and takes what it can get."""
     operation = ManyAtOnce()
     monkeypatch.setattr(select, "_choose", lambda *_: (FusedKernel("both", [CpuFlash(), operation]), "for a test"))
-    monkeypatch.setattr(recipes, "_worth_together", lambda alone, *_: set(range(len(alone))))
+    take(monkeypatch, lambda alone, uncut: ([], [one.stack for one in alone]))
     return operation
+
+
+def take(monkeypatch, divided) -> None:
+    """Whatever it may cost: of stacks by themselves, and uncut, those to be left so, and those to go together."""
+
+    def ways(operation, alone, uncut, slab, asked):
+        some, others = divided(alone, uncut)
+        yield recipes._Way(-1.0, [*some, *recipes._in_packs(others, operation, slab, asked)])
+
+    monkeypatch.setattr(recipes, "_ways_of", ways)
 
 
 def check(pattern, **options) -> None:
@@ -75,7 +85,7 @@ def check(pattern, **options) -> None:
 @pytest.fixture
 def uncut(many, monkeypatch):
     """And it takes bands as they are."""
-    monkeypatch.setattr(recipes, "_worth_together", lambda *_: None)
+    take(monkeypatch, lambda alone, uncut: ([], uncut))
     return many
 
 
@@ -153,7 +163,7 @@ def test_documents_dealt_by_their_work(ranks, many):
 
 
 def test_some_alone_and_some_together(many, monkeypatch):
-    monkeypatch.setattr(recipes, "_worth_together", lambda alone, *_: set(range(1, len(alone))))
+    take(monkeypatch, lambda alone, uncut: (alone[:1], [one.stack for one in alone[1:]]))
     for pattern in ("documents", "window", "mod"):
         check(PATTERNS[pattern])
     assert many.packs
@@ -223,7 +233,12 @@ def steps(which, pattern, n, heads, d, *, kv_heads=None, packages=True):
     ]
     alone = [step.stack for step in found if isinstance(step, Alone)]
     packs = [step.pack for step in found if isinstance(step, Together)]
+    takers.clear()
+    takers.extend(step.operation.name for step in found if isinstance(step, Together))
     return alone, packs
+
+
+takers: list[str] = []  # of the packs that `steps` found last
 
 
 @pytest.fixture
@@ -247,6 +262,7 @@ class TestOnHopper:
         assert len(alone) < 5
         (tray,) = pack.queries.trays
         assert tray.is_shared
+        assert takers == ["flash_attn_4" if packages else "triton"]
 
     def test_one_large_stack_of_equal_ones_does_not(self, hopper, which, packages):
         alone, packs = steps(which, HUNDRED, 65536, 16, 128, packages=packages)
@@ -259,10 +275,10 @@ class TestOnHopper:
         _, packs = steps(which, LONGNET, n, heads, d, packages=packages)
         assert packs == []
 
-    def test_few_long_documents_do_not(self, hopper, which, packages):
-        alone, packs = steps(which, lr.Dense(documents=[0, 30000, 65536]), 65536, 16, 128, packages=packages)
-        assert len(alone) == 2
-        assert packs == []
+    def test_few_long_documents_do_where_they_are_sequences(self, hopper, which, packages):
+        alone, _ = steps(which, lr.Dense(documents=[0, 30000, 65536]), 65536, 16, 128, packages=packages)
+        assert len(alone) == (0 if packages else 2)
+        assert takers == ["flash_attn_4"] * packages
 
     def test_nor_do_dense_calls(self, hopper, which, packages):
         for n in (1024, 8192, 131072):
@@ -305,21 +321,32 @@ def test_a_short_longnet_goes_together(hopper):
 
 def test_a_large_document_beside_many_small_ones_has_a_launch_of_its_own(hopper):
     documents = [0, *(i * (i + 1) * 3 for i in range(1, 60)), 32768]
-    alone, packs = steps("forward", lr.Dense(documents=documents), 32768, 16, 128)
+    alone, packs = steps("forward", lr.Dense(documents=documents), 32768, 16, 128, packages=False)
     assert [len(stack.queries.rows) for stack in alone] == [32768 - documents[-2]]
     assert sum(len(pack.stacks) for pack in packs) == 59
 
 
 def test_narrow_windows_go_uncut_and_wide_ones_are_squares(hopper):
     for which in ("forward", "backward"):
-        alone, packs = steps(which, lr.Dense(window=(511, 0)), 131072, 16, 128)
+        alone, packs = steps(which, lr.Dense(window=(511, 0)), 131072, 16, 128, packages=False)
         assert alone == []
         assert [[stack.shape for stack in pack.stacks] for pack in packs] == [["band"]]
-        alone, packs = steps(which, lr.Dense(window=(16383, 0)), 131072, 16, 128)
+        assert takers == ["triton"]
+        alone, packs = steps(which, lr.Dense(window=(16383, 0)), 131072, 16, 128, packages=False)
         assert packs == []
+
+
+@pytest.mark.parametrize("width", [100, 512, 4096, 16384, 32768])
+@pytest.mark.parametrize(("heads", "d"), [(16, 128), (12, 64)])
+def test_any_window_goes_uncut_to_who_knows_windows(hopper, width, heads, d):
+    for which in ("forward", "backward"):
+        alone, (pack,) = steps(which, lr.Dense(window=(width - 1, 0)), 131072, heads, d)
+        assert alone == []
+        assert [stack.shape for stack in pack.stacks] == ["band"]
+        assert takers == ["flash_attn_4"]
 
 
 def test_the_host_may_be_slow_while_the_device_is_busy(hopper):
     documents = [0, *(i * (i + 1) * 3 for i in range(1, 60)), 98304]
-    _, packs = steps("forward", lr.Dense(documents=documents), 98304, 16, 128)
+    _, packs = steps("forward", lr.Dense(documents=documents), 98304, 16, 128, packages=False)
     assert packs == []

@@ -165,10 +165,10 @@ def _layers(places: Sequence[Place], whole: Whole) -> list[list[int]]:
     layers: list[_Layer] = []
     by_themselves: list[list[int]] = []
     for number, place in enumerate(places):
-        if not _is_solid(place, whole):
+        if not is_solid(place, whole):
             by_themselves.append([number])
             continue
-        stretches = list(_stretches(place, whole))
+        stretches = list(spans(place, whole))
         layer = next((one for one in layers if one.has_room_for(stretches)), None)
         if layer is None:
             layer = _Layer([], [])
@@ -177,39 +177,39 @@ def _layers(places: Sequence[Place], whole: Whole) -> list[list[int]]:
     return [*(layer.members for layer in layers), *by_themselves]
 
 
-_Stretch = tuple[int, int]  # (first, end), those of a batch row counted behind those of the one before
+Span = tuple[int, int]  # (first, end), those of a batch row counted behind those of the one before
 
 
 class _Layer(NamedTuple):
     """Places that have no row in common, and what they have, in order."""
 
     members: list[int]
-    taken: list[_Stretch]
+    taken: list[Span]
 
-    def has_room_for(self, stretches: Sequence[_Stretch]) -> bool:
+    def has_room_for(self, stretches: Sequence[Span]) -> bool:
         return all(_is_free(self.taken, one) for one in stretches)
 
-    def take(self, number: int, stretches: Sequence[_Stretch]) -> None:
+    def take(self, number: int, stretches: Sequence[Span]) -> None:
         self.members.append(number)
         for one in stretches:
             insort(self.taken, one)
 
 
-def _is_solid(place: Place, whole: Whole) -> bool:
+def is_solid(place: Place, whole: Whole) -> bool:
     """Whether it has every head, and its rows follow each other, each of them once."""
     is_dense = place.rows.step == 1 or len(place.rows) == 1
     is_once = place.repeats == 1 or place.spacing >= len(place.rows)
     return is_dense and is_once and not place.skew and place.kv_heads == range(whole.kv_heads)
 
 
-def _stretches(place: Place, whole: Whole) -> Iterator[_Stretch]:
+def spans(place: Place, whole: Whole) -> Iterator[Span]:
     for batch in place.batch:
         for repeat in range(place.repeats):
             first = batch * len(whole.rows) + place.rows.start - whole.rows.start + repeat * place.spacing
             yield first, first + len(place.rows)
 
 
-def _is_free(taken: Sequence[_Stretch], stretch: _Stretch) -> bool:
+def _is_free(taken: Sequence[Span], stretch: Span) -> bool:
     after = bisect_left(taken, stretch)
     is_before_next = after == len(taken) or stretch[1] <= taken[after][0]
     return is_before_next and (after == 0 or taken[after - 1][1] <= stretch[0])

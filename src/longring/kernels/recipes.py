@@ -6,18 +6,18 @@ geometry and every operation again would take the host longer than a GPU needs f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import inf
 from typing import NamedTuple
 
 import torch
 
-from ..geometry.packs import Pack, Whole, pack
+from ..geometry.packs import Pack, Whole
 from ..geometry.portions import PACKED, PACKED_IN_ANY_CASE, has_most, portions, stretches, with_bands
 from ..geometry.slabs import Slab
 from ..geometry.stacks import Stack
-from ..geometry.tiles import Tile
+from ..geometry.tiles import Tile, pairs_in_band
 from .operations.contract import Operation, TakesMany, WritesInPlace
 from .rates import BLOCK, Cost, Pass, Size, by_speed, cost_alone, cost_of_merging, cost_together, generation
 from .shelf import Shelf
@@ -145,69 +145,113 @@ def _generation(device: torch.device) -> str:
 
 # ------------------------------------------------------------------------------------------------- together
 
-WORTH_IT = 0.9  # of the time otherwise: estimates are not better than that
+WORTH_IT = 0.9  # of the time otherwise: estimates of another operation are not better than that
+AS_GOOD = 0.95  # where the same operation takes it in fewer launches and without copies: less memory is held
+
+
+class _Way(NamedTuple):
+    """How the stacks of a slab may be computed."""
+
+    seconds: float  # as estimated
+    steps: Sequence[Alone | Together]
 
 
 def _gathered(
     operations: tuple[Operation, ...], alone: Sequence[Alone], slab: Slab, asked: Asked
 ) -> list[Alone | Together]:
-    """What is worth a launch of its own, then what goes into one with others; or all of it, bands uncut."""
+    """The quickest way: every stack by itself, the smallest of them in one launch, or everything, bands uncut."""
     able = willing_for(operations, asked.dtype, asked.device, asked.q[3], asked.has_dlse)
-    operation = next((one for one in able if isinstance(one, TakesMany)), None)
-    if operation is None or not asked.is_lazy or len(alone) < 2:
+    together = [one for one in able if isinstance(one, TakesMany)]
+    if not together or not asked.is_lazy or _is_simple(alone):
         return list(alone)
     uncut = with_bands(slab.tiles, asked.q[2] // asked.k[2])
-    small = _worth_together(alone, operation, uncut, slab, asked)
-    if small is None:
-        return _in_packs(uncut, operation, slab, asked)
-    some = [one.stack for i, one in enumerate(alone) if i in small]
-    return [*(one for i, one in enumerate(alone) if i not in small), *_in_packs(some, operation, slab, asked)]
+    for operation in together:
+        if operation.takes_anything and all(one.operation is operation for one in alone):
+            return list(_in_packs(uncut, operation, slab, asked))
+    ways = [_by_themselves(alone, slab, asked)]
+    for operation in together:
+        ways += _ways_of(operation, alone, uncut, slab, asked)
+    return list(min(ways, key=lambda way: way.seconds).steps)
 
 
-def _worth_together(
-    alone: Sequence[Alone], operation: TakesMany, uncut: Sequence[Stack], slab: Slab, asked: Asked
-) -> set[int] | None:
-    """The stacks whose launches cost more than they compute: of all choices of the smallest, the quickest.
+def _is_simple(alone: Sequence[Alone]) -> bool:
+    """Whether there is nothing to choose: one stack that is read and written as it lies."""
+    return len(alone) == 1 and alone[0].stack.shape != "flipped" and alone[0].stack.queries.repeats == 1
 
-    None where nothing is as quick as everything in one launch, with bands as they are.
-    """
-    if all(one.operation is operation for one in alone):
-        return None
-    kind = _generation(asked.device) if asked.device.type == "cuda" else "hopper"
-    by_itself = [_cost(one, asked, kind) for one in alone]
-    with_others = [_cost_in_pack(one.stack, asked, kind) for one in alone]
+
+def _by_themselves(alone: Sequence[Alone], slab: Slab, asked: Asked) -> _Way:
+    costs = [_cost(one, asked) for one in alone]
+    seconds = max(sum(one.host for one in costs), sum(one.device for one in costs))
+    return _Way(seconds + _merging(alone, slab, asked), alone)
+
+
+def _ways_of(
+    operation: TakesMany, alone: Sequence[Alone], uncut: Sequence[Stack], slab: Slab, asked: Asked
+) -> Iterator[_Way]:
+    """Those that are other ways than stack by stack."""
+    packs = _in_packs(uncut, operation, slab, asked)
+    merging = _merging(packs, slab, asked)
+    is_flipped = any(one.stack.shape == "flipped" for one in alone)
+    if operation.takes_anything:
+        if len(alone) > 1 or is_flipped:
+            yield _Way((_time_of(packs, asked) + merging) / WORTH_IT, packs)
+        if len(alone) > 1:
+            yield from _smallest_together(operation, alone, slab, asked)
+    elif len(packs) < len(alone) or is_flipped or merging < _merging(alone, slab, asked):
+        yield _Way((_time_of(packs, asked) + merging) * AS_GOOD, packs)
+
+
+def _smallest_together(operation: TakesMany, alone: Sequence[Alone], slab: Slab, asked: Asked) -> Iterator[_Way]:
+    """Stacks whose launches cost more than they compute: of all choices of the smallest, the quickest."""
+    by_itself = [_cost(one, asked) for one in alone]
+    with_others = [_cost_in_pack(operation, one.stack, asked) for one in alone]
     order = sorted(range(len(alone)), key=lambda i: by_itself[i].device)
     times = _times([by_itself[i] for i in order], [with_others[i] for i in order])
-    everything = _times([Cost(0, 0)] * len(uncut), [_cost_in_pack(stack, asked, kind) for stack in uncut])[-1]
-    times[-1] -= _saved([one.stack for one in alone], slab, asked, kind)
-    everything -= _saved(uncut, slab, asked, kind)
-    best = min((many for many in range(len(times)) if many != 1), key=lambda many: times[many])
-    if everything < times[best] and everything < WORTH_IT * times[0]:
-        return None
-    return set(order[:best]) if times[best] < WORTH_IT * times[0] else set()
+    best = min(range(2, len(times)), key=lambda many: times[many])
+    few = set(order[:best])
+    packs = _in_packs([one.stack for i, one in enumerate(alone) if i in few], operation, slab, asked)
+    steps = [*(one for i, one in enumerate(alone) if i not in few), *packs]
+    yield _Way((times[best] + _merging(steps, slab, asked)) / WORTH_IT, steps)
 
 
-def _saved(stacks: Sequence[Stack], slab: Slab, asked: Asked, kind: str) -> float:
-    """Seconds, if these are all, and no row is in two of them: then nothing is left to be merged."""
-    whole = _whole(slab, asked)
-    is_side_by_side = sum(stack.queries.lines for stack in stacks) <= whole
-    return cost_of_merging(asked.which, whole * asked.q[3], kind) if is_side_by_side else 0.0
+def _merging(steps: Sequence[Alone | Together], slab: Slab, asked: Asked) -> float:
+    """Seconds: none where one launch leaves everything as it is to be."""
+    (step, *others), whole = steps, _whole(slab, asked)
+    trays = step.pack.queries.trays if isinstance(step, Together) else ()
+    is_done = len(trays) == 1 and trays[0].is_full and trays[0].lines == whole and trays[0].place.repeats == 1
+    return 0.0 if is_done and not others else cost_of_merging(asked.which, whole * asked.q[3], _kind(asked))
 
 
-def _cost_in_pack(stack: Stack, asked: Asked, kind: str) -> Cost:
-    """A band counts as the columns that a block of its rows sees."""
+def _time_of(packs: Sequence[Together], asked: Asked) -> float:
+    host = device = 0.0
+    for step in packs:
+        costs = [_cost_in_pack(step.operation, stack, asked) for stack in step.stacks]
+        host += costs[0].host
+        device += max(sum(one.device for one in costs), max(one.longest for one in costs))
+    return max(host, device)
+
+
+def _cost_in_pack(operation: TakesMany, stack: Stack, asked: Asked) -> Cost:
+    """A band counts as the columns that a block of its rows sees; what was measured alone takes no longer here."""
     size, (lo, hi) = size_of(stack, asked.q[3]), stack.limits
-    if stack.shape == "band":
-        seen = size.cols if lo is None or hi is None else min(size.cols, hi - lo + BLOCK)
-        size = size._replace(cols=seen, causal=False)
-    return cost_together(asked.which, size, kind)
+    if stack.shape != "band":
+        known = cost_together(operation.name, asked.which, size, _kind(asked))
+        if operation.takes_anything:
+            return known
+        return known._replace(device=min(known.device, _cost(Alone(stack, operation, False), asked).device))
+    seen = min(size.cols, pairs_in_band(size.rows, size.cols, lo, hi) // size.rows + BLOCK)
+    return cost_together(operation.name, asked.which, size._replace(cols=seen, causal=False), _kind(asked))
 
 
-def _cost(one: Alone, asked: Asked, kind: str) -> Cost:
+def _kind(asked: Asked) -> str:
+    return _generation(asked.device) if asked.device.type == "cuda" else "hopper"
+
+
+def _cost(one: Alone, asked: Asked) -> Cost:
     if one.operation is None:
         return Cost(0.0, 0.0)  # the reference's: nobody else takes it
     flips = (6 if asked.which == "forward" else 12) if one.stack.shape == "flipped" else 0
-    return cost_alone(one.operation.name, asked.which, size_of(one.stack, asked.q[3]), kind, copies=flips)
+    return cost_alone(one.operation.name, asked.which, size_of(one.stack, asked.q[3]), _kind(asked), copies=flips)
 
 
 def _times(by_itself: Sequence[Cost], with_others: Sequence[Cost]) -> list[float]:
@@ -238,18 +282,17 @@ def _few_at_a_time(stacks: Sequence[Stack], slab: Slab, asked: Asked) -> list[li
     return found
 
 
-def _in_packs(stacks: Sequence[Stack], operation: TakesMany, slab: Slab, asked: Asked) -> list[Alone | Together]:
-    return [Together(_packed(few, slab, asked), operation) for few in _few_at_a_time(stacks, slab, asked)]
+def _in_packs(stacks: Sequence[Stack], operation: TakesMany, slab: Slab, asked: Asked) -> list[Together]:
+    (batch, _, heads, _), kv_heads = asked.q, asked.k[2]
+    queries = Whole(batch, slab.rows, kv_heads, heads // kv_heads)
+    few_at_a_time = _few_at_a_time(stacks, slab, asked)
+    packs = (pack for few in few_at_a_time for pack in operation.in_packs(few, queries, _keys(slab, asked)))
+    return [Together(pack, operation) for pack in packs]
 
 
 def _whole(slab: Slab, asked: Asked) -> int:
     """Lines of the slab's rows."""
     return asked.q[0] * len(slab.rows) * asked.q[2]
-
-
-def _packed(stacks: Sequence[Stack], slab: Slab, asked: Asked) -> Pack:
-    (batch, _, heads, _), kv_heads = asked.q, asked.k[2]
-    return pack(stacks, Whole(batch, slab.rows, kv_heads, heads // kv_heads), _keys(slab, asked))
 
 
 def _keys(slab: Slab, asked: Asked) -> Whole:

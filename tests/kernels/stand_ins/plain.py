@@ -8,12 +8,18 @@ from torch import Tensor
 said: list[bool] = []  # what every backward pass was told of determinism
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+Window = tuple[int | None, int | None]  # how far a row sees before and behind the diagonal that ends in the last corner
+NO_WINDOW: Window = (None, None)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: Window = NO_WINDOW
+) -> tuple[Tensor, Tensor]:
     _check(q, k, v)
-    scores = _scores(q, k, scale, causal)
+    scores = _scores(q, k, scale, causal, window)
     lse = scores.logsumexp(-1)
     out = (scores - lse.unsqueeze(-1)).exp() @ _heads_first(v, q.shape[2])
-    return out.transpose(1, 2).to(q.dtype), lse
+    return out.transpose(1, 2).to(q.dtype).contiguous(), lse
 
 
 def backward(
@@ -27,12 +33,13 @@ def backward(
     causal: bool,
     deterministic: bool,
     dlse: Tensor | None = None,
+    window: Window = NO_WINDOW,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check(q, k, v, dout, out)
     _check_rows(lse, q)
     said.append(deterministic)
     heads, kv_heads = q.shape[2], k.shape[2]
-    p = (_scores(q, k, scale, causal) - lse.unsqueeze(-1)).exp()
+    p = (_scores(q, k, scale, causal, window) - lse.unsqueeze(-1)).exp()
     q_, k_, v_, dout_, out_ = (_heads_first(x, heads) for x in (q, k, v, dout, out))
     delta = (dout_ * out_).sum(-1)
     if dlse is not None:
@@ -40,17 +47,23 @@ def backward(
         delta = delta - dlse
     ds = scale * p * (dout_ @ v_.mT - delta.unsqueeze(-1))
     dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in (ds.mT @ q_, p.mT @ dout_))
-    dq, dk, dv = (x.transpose(1, 2).to(q.dtype) for x in (ds @ k_, dk, dv))
+    dq, dk, dv = (x.transpose(1, 2).to(q.dtype).contiguous() for x in (ds @ k_, dk, dv))
     return dq, dk, dv
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
-    """Causal is aligned at the last row and the last column."""
+def _scores(q: Tensor, k: Tensor, scale: float, causal: bool, window: Window) -> Tensor:
+    """Causal, as a window, is aligned at the last row and the last column."""
     found = scale * _heads_first(q, q.shape[2]) @ _heads_first(k, q.shape[2]).mT
-    if not causal:
-        return found
+    left, right = window
+    right = 0 if causal else right
     rows, cols = found.shape[-2:]
-    return found.masked_fill(torch.ones(rows, cols, dtype=torch.bool).triu(cols - rows + 1), -torch.inf)
+    gap = torch.arange(cols) - torch.arange(rows)[:, None] - (cols - rows)
+    hidden = torch.zeros(rows, cols, dtype=torch.bool)
+    for limit, beyond in ((left, -gap), (right, gap)):
+        if limit is not None:
+            assert limit >= 0
+            hidden |= beyond > limit
+    return found.masked_fill(hidden, -torch.inf)
 
 
 def _heads_first(x: Tensor, heads: int) -> Tensor:

@@ -6,13 +6,15 @@ be strided views, dense in d. Nothing is empty, the scale is above 0, and a caus
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...geometry.packs import Pack
+from ...geometry.packs import Pack, Whole
+from ...geometry.stacks import Stack
 
 
 class Rows(NamedTuple):
@@ -83,11 +85,17 @@ class WritesInPlace(Operation, Protocol):
 
 @runtime_checkable
 class TakesMany(Operation, Protocol):
-    """An operation that computes many stacks at once, whatever the shape of each, bands among them: a pack.
+    """An operation that computes many stacks at once, bands among them: a pack.
 
     It reads tensors as the caller has them, [batch, n, heads, d] and lse [batch, heads, n], takes a gradient of lse as
     it is, and gives what each tray of the pack has on it, [many, heads, rows, d] and [many, heads, rows].
     """
+
+    takes_anything: bool  # stacks of whatever sizes and shapes in one launch, wherever they lie
+
+    def in_packs(self, stacks: Sequence[Stack], queries: Whole, keys: Whole) -> list[Pack]:
+        """The stacks in packs such as it takes, in as few as there can be."""
+        ...
 
     def forward_many(self, q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> list[tuple[Tensor, Tensor]]:
         """(out, lse) by tray of the queries."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import re
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -19,8 +20,12 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from ...geometry.packs import Pack, Whole
+from ...geometry.sequences import Window, common_window, in_sequence
+from ..places import Stack
 from .contract import Homes, Rows
 from .cuda import capability, not_for, not_on_cuda
+from .sequences import Sequences, by_batch, in_a_row, sequences, terms_by_batch, terms_in_a_row
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
@@ -247,6 +252,7 @@ class FlashAttn4(_FlashAttn):
 
     name = "flash_attn_4"
     package = Package("flash-attn-4", "flash_attn.cute.interface", "4.0.0b36", "pip install longring[flash]")
+    takes_anything = False  # many sequences of one window, and any single band
     right_for = (64, 128, 256)  # seen on an H200 with 4.0.0b36: gradients of 8, 16 and 72 were wrong
 
     def _limits(self, q: Tensor, head_dim: int) -> str | None:
@@ -264,16 +270,16 @@ class FlashAttn4(_FlashAttn):
         return 0
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self._functions._flash_attn_fwd(
-            *_rows_first(q, k, v), softmax_scale=scale, causal=causal, return_lse=True
-        )
-        return out.transpose(1, 2), lse
+        return self._forward(q, k, v, scale, causal=causal)
 
     def forward_into(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-        _, lse, *_ = self._functions._flash_attn_fwd(
-            *_rows_first(q, k, v), softmax_scale=scale, causal=causal, return_lse=True, out=out.transpose(1, 2)
+        return self._forward(q, k, v, scale, causal=causal, out=out.transpose(1, 2))[1]
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, **told: Any) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self._functions._flash_attn_fwd(
+            *_rows_first(q, k, v), softmax_scale=scale, return_lse=True, **told
         )
-        return lse
+        return out.transpose(1, 2), lse
 
     def backward(
         self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
@@ -291,13 +297,80 @@ class FlashAttn4(_FlashAttn):
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         named = zip(("dq", "dk", "dv"), homes, strict=True)
+        given = {name: x.transpose(1, 2) for name, x in named if x is not None}
+        return self._backward(rows, q, k, v, scale, causal=causal, **given)
+
+    def _backward(
+        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, scale: float, **told: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv, *_ = self._functions._flash_attn_bwd(
             *_rows_first(q, k, v, rows.out, rows.dout),
             rows.lse.float().contiguous(),
             softmax_scale=scale,
-            causal=causal,
             deterministic=self.is_deterministic,
             dlse=None if rows.dlse is None else rows.dlse.float().contiguous(),
-            **{name: x.transpose(1, 2) for name, x in named if x is not None},
+            **told,
         )
         return _heads_first(dq, dk, dv)
+
+    # -------------------------------------------------------------------------------- windows, and many sequences
+
+    def in_packs(self, stacks: Sequence[Stack], queries: Whole, keys: Whole) -> list[Pack]:
+        return in_sequence(stacks, queries, keys)
+
+    def forward_many(self, q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> list[tuple[Tensor, Tensor]]:
+        (tray,) = pack.queries.trays
+        if not tray.is_shared:
+            (stack,) = pack.stacks
+            views = stack.queries.view(q), stack.keys.view(k), stack.keys.view(v)
+            return [self._forward(*views, scale, **_told(common_window(pack.stacks)))]
+        (of_keys,) = pack.keys.trays
+        out, lse, *_ = self._functions._flash_attn_fwd(
+            in_a_row(q, tray.place),
+            *(in_a_row(x, of_keys.place) for x in (k, v)),
+            softmax_scale=scale,
+            return_lse=True,
+            **_told_of(sequences(pack, q.device)),
+        )
+        return [(by_batch(out, tray.place), terms_by_batch(lse, tray.place))]
+
+    def backward_many(
+        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        (tray,), (of_keys,) = pack.queries.trays, pack.keys.trays
+        dlse = rows.dlse
+        if not tray.is_shared:
+            (stack,) = pack.stacks
+            of, at = stack.queries.view, stack.queries.row_view
+            mine = Rows(of(rows.dout), of(rows.out), at(rows.lse), None if dlse is None else at(dlse))
+            views = of(q), stack.keys.view(k), stack.keys.view(v)
+            dq, dk, dv = self._backward(mine, *views, scale, **_told(common_window(pack.stacks)))
+            return [dq], [dk], [dv]
+        dq, dk, dv, *_ = self._functions._flash_attn_bwd(
+            in_a_row(q, tray.place),
+            *(in_a_row(x, of_keys.place) for x in (k, v)),
+            *(in_a_row(x, tray.place) for x in (rows.out, rows.dout)),
+            terms_in_a_row(rows.lse, tray.place),
+            softmax_scale=scale,
+            deterministic=self.is_deterministic,
+            dlse=None if dlse is None else terms_in_a_row(dlse, tray.place),
+            **_told_of(sequences(pack, q.device)),
+        )
+        return [by_batch(dq, tray.place)], [by_batch(dk, of_keys.place)], [by_batch(dv, of_keys.place)]
+
+
+def _told(window: Window) -> dict[str, Any]:
+    if window.left is None and window.right in (None, 0):
+        return {"causal": window.right == 0}
+    return {"window_size_left": window.left, "window_size_right": window.right}
+
+
+def _told_of(found: Sequences) -> dict[str, Any]:
+    of_queries, of_keys = found.tables.read()
+    return {
+        "cu_seqlens_q": of_queries,
+        "cu_seqlens_k": of_keys,
+        "max_seqlen_q": found.longest_queries,
+        "max_seqlen_k": found.longest_keys,
+        **_told(found.window),
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -19,6 +20,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 class TritonTiles:
     name = "triton"
     is_deterministic = True
+    takes_anything = True
 
     def with_the_same_bits(self) -> TritonTiles:
         return self
@@ -45,6 +47,9 @@ class TritonTiles:
         dout, out, q, k, v = _rows_first(rows.dout, rows.out, q, k, v)
         (dq,), (dk,), (dv,) = self.backward_many(Rows(dout, out, rows.lse, rows.dlse), q, k, v, everything, scale)
         return dq, dk, dv
+
+    def in_packs(self, stacks: Sequence[Stack], queries: Whole, keys: Whole) -> list[Pack]:
+        return [pack(stacks, queries, keys)]
 
     def forward_many(self, q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> list[tuple[Tensor, Tensor]]:
         from ..triton import tiles

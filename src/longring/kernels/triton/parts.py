@@ -27,7 +27,7 @@ from torch import Tensor
 from ...geometry.portions import MERGED_AT_ONCE
 from ...numerics.online_softmax import Partial, accumulator_dtype
 from ..places import Part, Place
-from .tables import Tables
+from ..tables import Tables
 
 FARTHEST = 64  # rows from one of a program's to the next
 

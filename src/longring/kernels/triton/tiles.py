@@ -25,7 +25,7 @@ from ...errors import KernelRefusal
 from ...geometry.packs import Pack, Tray, Trays
 from ..places import Place, Stack
 from ..shelf import Shelf
-from .tables import Tables
+from ..tables import Tables
 
 LARGEST_HEAD = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -1,0 +1,102 @@
+"""Sequences: stacks that a kernel for packed sequences computes in one launch.
+
+Such a kernel is told where each sequence of rows begins, those of queries and of keys apart, and one *window* for all
+of them: how far before and behind its own key a row sees. A row's own key is on the diagonal that ends in the last row
+and the last column. A hundred documents are sequences; so is any single stack, which may lie anywhere then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from .packs import Pack, Span, Whole, apart, is_solid, pack, spans
+from .stacks import Place, Stack
+
+
+class Window(NamedTuple):
+    """Keys before a row's own, and behind it, that it sees; None where there is no limit."""
+
+    left: int | None
+    right: int | None
+
+
+def window_of(stack: Stack) -> Window:
+    """Of a stack as tiles are cut: every row and every column of it takes part, so neither side is below 0."""
+    (lo, hi), (rows, cols) = stack.limits, _sides(stack)
+    left = None if lo is None or lo <= 1 - rows else cols - rows - lo
+    right = None if hi is None or hi >= cols - 1 else hi - (cols - rows)
+    assert min(left or 0, right or 0) >= 0
+    return Window(left, right)
+
+
+def in_sequence(stacks: Sequence[Stack], queries: Whole, keys: Whole) -> list[Pack]:
+    """Packs of as few launches as there can be: those of one window whose rows follow each other go together."""
+    windows = sorted({window_of(stack) for stack in stacks}, key=lambda window: window.count(None))
+    groups: dict[Window, list[Stack]] = {window: [] for window in windows}
+    for stack in stacks:  # to the strictest window that leaves it as it is
+        groups[next(window for window in windows if _suits(stack, window))].append(stack)
+    found: list[Pack] = []
+    for group in filter(None, groups.values()):
+        of_queries = _stretch([stack.queries for stack in group], queries)
+        of_keys = _stretch([stack.keys for stack in group], keys)
+        are_many = sum(stack.queries.repeats for stack in group) > 1
+        together = are_many and bounds(group, of_queries, of_keys) is not None
+        found += [pack(group, of_queries, of_keys)] if together else [apart([stack]) for stack in group]
+    return found
+
+
+def _stretch(places: Sequence[Place], whole: Whole) -> Whole:
+    """From their first row to their last; everything of several batch rows: what is left out would lie between."""
+    if whole.batch > 1:
+        return whole
+    extents = [place.extent for place in places]
+    return whole._replace(rows=range(min(e.start for e in extents), max(e.stop for e in extents)))
+
+
+def common_window(stacks: Sequence[Stack]) -> Window:
+    """That of stacks which go together."""
+    found = [window_of(stack) for stack in stacks]
+    left, right = ({side for side in sides if side is not None} for sides in zip(*found, strict=True))
+    assert len(left) < 2
+    assert len(right) < 2
+    return Window(next(iter(left), None), next(iter(right), None))
+
+
+def _suits(stack: Stack, window: Window) -> bool:
+    """Whether the stack is the same with this window: what has no limit may be given one that it never reaches."""
+    rows, cols = _sides(stack)
+    reach = cols - 1, rows - 1
+    return all(
+        mine == given or (mine is None and given is not None and given >= most)
+        for mine, given, most in zip(window_of(stack), window, reach, strict=True)
+    )
+
+
+def _sides(stack: Stack) -> tuple[int, int]:
+    return len(stack.queries.rows), len(stack.keys.rows)
+
+
+class Bounds(NamedTuple):
+    """Where sequences begin, and where the last of them ends, in rows of all batch rows one behind the other."""
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+
+
+def bounds(stacks: Sequence[Stack], queries: Whole, keys: Whole) -> Bounds | None:
+    """Of stacks that have every row of queries and of keys between them, each of them once and in order; else None."""
+    if not all(is_solid(stack.queries, queries) and is_solid(stack.keys, keys) for stack in stacks):
+        return None
+    both = [(spans(stack.queries, queries), spans(stack.keys, keys)) for stack in stacks]
+    pairs = sorted(pair for of_queries, of_keys in both for pair in zip(of_queries, of_keys, strict=True))
+    found = Bounds(_ends([one for one, _ in pairs], queries), _ends([other for _, other in pairs], keys))
+    return found if all(found) else None
+
+
+def _ends(found: Sequence[Span], whole: Whole) -> tuple[int, ...]:
+    """Nothing where they do not follow each other from the first row to the last."""
+    follow = all(one[1] == other[0] for one, other in pairwise(found))
+    is_all = (found[0][0], found[-1][1]) == (0, whole.batch * len(whole.rows))
+    return (*(first for first, _ in found), found[-1][1]) if follow and is_all else ()

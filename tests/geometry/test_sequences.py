@@ -1,0 +1,159 @@
+"""Packed sequences: one window for many stacks leaves every one as it is, and rows follow each other without a gap."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longring.geometry.packs import Whole
+from longring.geometry.sequences import Window, bounds, common_window, in_sequence, window_of
+from longring.geometry.stacks import Place, Stack
+from longring.geometry.tiles import trim
+
+N, HEADS = 40, 2
+WHOLE = Whole(1, range(N), HEADS, 1)
+
+
+def place(first: int, length: int, **other) -> Place:
+    return Place(range(1), 1, 0, range(HEADS), 0, range(first, first + length), 1)._replace(**other)
+
+
+def square(first: int, length: int, lo: int | None = None, hi: int | None = 0) -> Stack:
+    return Stack(place(first, length), place(first, length), lo, hi)
+
+
+def seen(rows: int, cols: int, window: Window) -> set[tuple[int, int]]:
+    """Pairs that a kernel computes which aligns its window at the last row and the last column."""
+    left, right = window
+    found = set()
+    for a in range(rows):
+        own = a + cols - rows
+        found |= {
+            (a, b) for b in range(cols) if (left is None or b >= own - left) and (right is None or b <= own + right)
+        }
+    return found
+
+
+def pairs(stack: Stack) -> set[tuple[int, int]]:
+    lo, hi = stack.limits
+    every = ((a, b) for a in range(len(stack.queries.rows)) for b in range(len(stack.keys.rows)))
+    return {(a, b) for a, b in every if (lo is None or b - a >= lo) and (hi is None or b - a <= hi)}
+
+
+sides = st.none() | st.integers(-12, 12)
+
+
+@given(st.integers(1, 12), st.integers(1, 12), sides, sides)
+def test_a_window_has_the_pairs_of_its_stack(rows, cols, lo, hi):
+    band = trim(rows, cols, lo, hi)
+    if band is None:
+        return
+    trimmed = Stack(place(0, band.height), place(0, band.width), band.lo, band.hi)
+    window = window_of(trimmed)
+    assert all(side is None or side >= 0 for side in window)
+    assert seen(band.height, band.width, window) == pairs(trimmed)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 9), st.sampled_from([(None, 0), (None, None), (-3, 0), (-3, 2), (-8, 0), (0, None)])),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_who_goes_together_computes_what_each_would(drawn):
+    stacks, first = [], 0
+    for length, (lo, hi) in drawn:
+        stacks.append(square(first, length, lo, hi))
+        first += length
+    whole = Whole(1, range(first), HEADS, 1)
+    packs = in_sequence(stacks, whole, whole)
+    assert {stack for pack in packs for stack in pack.stacks} == set(stacks)
+    assert sum(len(pack.stacks) for pack in packs) == len(stacks)
+    for pack in packs:
+        window = common_window(pack.stacks)
+        for stack in pack.stacks:
+            rows = len(stack.queries.rows)
+            assert seen(rows, rows, window) == pairs(stack)
+        if len(pack.stacks) > 1:
+            (tray,) = pack.queries.trays
+            assert tray.is_shared
+            assert tray.is_full
+
+
+def test_documents_of_one_row_and_short_ones_in_a_window_go_with_the_others():
+    stacks = [square(0, 1, hi=None), square(1, 3), square(4, 20, lo=-5), square(24, 16, lo=-5)]
+    (pack,) = in_sequence(stacks, WHOLE, WHOLE)
+    assert common_window(pack.stacks) == (5, 0)
+    assert bounds(pack.stacks, WHOLE, WHOLE) == ((0, 1, 4, 24, N), (0, 1, 4, 24, N))
+
+
+def test_a_rectangle_and_squares_have_windows_of_their_own():
+    rectangle = Stack(place(20, 20), place(0, 20))
+    packs = in_sequence([square(0, 20), square(20, 20), rectangle], WHOLE, WHOLE)
+    assert sorted(len(pack.stacks) for pack in packs) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "stacks",
+    [
+        [square(0, 20), square(21, 19)],  # a gap
+        [square(0, 20), square(19, 21)],  # a row twice
+        [square(0, 20), Stack(*[place(20, 20, kv_heads=range(1))] * 2, None, 0)],  # not of every head
+        [square(0, 20), Stack(*[place(20, 20, skew=1)] * 2, None, 0)],
+        [square(0, 20), Stack(*[place(20, 10, rows=range(20, 40, 2))] * 2, None, 0)],
+        [Stack(place(0, 20), place(20, 20)), Stack(place(20, 20), place(0, 20))],  # keys in another order
+    ],
+)
+def test_what_is_no_sequence_goes_one_by_one(stacks):
+    assert bounds(stacks, WHOLE, WHOLE) is None
+    packs = in_sequence(stacks, WHOLE, WHOLE)
+    assert [pack.stacks for pack in packs] == [(stack,) for stack in stacks]
+    assert all(pack.queries.trays[0].place == pack.stacks[0].queries for pack in packs)
+
+
+def test_batch_rows_follow_each_other():
+    whole = Whole(3, range(10), HEADS, 1)
+    every = place(0, 4, batch=range(3)), place(4, 6, batch=range(3))
+    want = (*(row * 10 + first for row in range(3) for first in (0, 4)), 30)
+    assert bounds([Stack(one, one, None, 0) for one in every], whole, whole) == (want, want)
+    own = [
+        place(0, 10),
+        place(0, 3, batch=range(1, 2)),
+        place(3, 7, batch=range(1, 2)),
+        place(0, 10, batch=range(2, 3)),
+    ]
+    want = (0, 10, 13, 20, 30)
+    assert bounds([Stack(one, one, None, 0) for one in own], whole, whole) == (want, want)
+
+
+def test_equal_documents_are_one_stack_and_yet_many_sequences():
+    equal = place(0, 8, repeats=5, spacing=8)
+    (pack,) = in_sequence([Stack(equal, equal, None, 0)], WHOLE, WHOLE)
+    assert pack.queries.trays[0].is_shared
+    found = bounds(pack.stacks, WHOLE, WHOLE)
+    assert found is not None
+    assert [b - a for a, b in pairwise(found.queries)] == [8] * 5
+
+
+def test_a_stretch_of_the_rows():
+    """As of the keys that some ranks' documents have."""
+    stacks = [Stack(place(0, 5), place(3, 9), None, 4), square(5, 3), square(8, 2)]
+    stacks[1:] = [one._replace(keys=place(one.queries.rows.start + 7, len(one.queries.rows))) for one in stacks[1:]]
+    (pack,) = in_sequence(stacks, Whole(1, range(10), HEADS, 1), WHOLE)
+    assert [tray.place.rows for tray in pack.queries.trays + pack.keys.trays] == [range(10), range(3, 17)]
+    assert all(tray.is_shared and tray.is_full for tray in pack.queries.trays + pack.keys.trays)
+    two = Whole(2, range(N), HEADS, 1)  # of two batch rows, what is left out would lie between
+    both = [
+        one._replace(queries=one.queries._replace(batch=range(2)), keys=one.keys._replace(batch=range(2)))
+        for one in stacks
+    ]
+    assert len(in_sequence(both, Whole(2, range(10), HEADS, 1), two)) == 3
+
+
+def test_rows_of_a_slab():
+    whole = Whole(1, range(16, N), HEADS, 1)
+    assert bounds([square(16, 4), square(20, 20)], whole, whole) == ((0, 4, 24), (0, 4, 24))
