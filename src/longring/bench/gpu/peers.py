@@ -97,10 +97,12 @@ def flex(
         if not made:
             from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+            torch.compiler.reset()  # else it tries to serve every mask at once, and computes them uncompiled
             blocks = create_block_mask(mask, None, None, n, n, device=device, _compile=True)
-            made.append((torch.compile(flex_attention), blocks))
+            made.append((torch.compile(flex_attention, dynamic=False), blocks))
         compiled, blocks = made[0]
-        out = compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=blocks)
+        is_shared = q.shape[2] != k.shape[2]
+        out = compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=blocks, enable_gqa=is_shared)
         return out.transpose(1, 2), None
 
     return attend

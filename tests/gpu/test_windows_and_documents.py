@@ -1,0 +1,167 @@
+"""Windows uncut, and documents as sequences of one launch, by flash-attn-4 itself and by ours, compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import longring as lr
+import stacking
+from longring.kernels.operations.flash_attn import FlashAttn4
+from longring.kernels.operations.triton import TritonTiles
+from longring.kernels.select import KERNELS
+from longring.testing import Result, judge
+from never_waiting import never_waiting
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),  # flash-attn-4 compiles for seconds, for every kind of call
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore"),  # of flash-attn-4's compiler, to its authors
+]
+
+N = 1021
+BOUNDS = [0, 1, 2, 129, 257, 258, 386, 513, 900, N]  # lengths of 1, of a block, and of one row less and more
+PATTERNS = {
+    "window": lr.Dense(window=(200, 0)),
+    "narrow window": lr.Dense(window=(1, 0)),
+    "both sides": lr.Dense(causal=False, window=(130, 70)),
+    "one key": lr.Dense(causal=False, window=(0, 0)),
+    "to the left": lr.Dense(causal=False, window=(90, None)),
+    "to the right": lr.Dense(causal=False, window=(None, 90)),
+    "documents": lr.Dense(documents=BOUNDS),
+    "full documents": lr.Dense(causal=False, documents=BOUNDS),
+    "window in documents": lr.Dense(window=(100, 0), documents=BOUNDS),
+    "both sides in documents": lr.Dense(causal=False, window=(40, 20), documents=BOUNDS),
+}
+
+
+def tensors(heads=4, kv_heads=2, d=128, *, batch=1, n=N, n_q=None):
+    shapes = [(batch, n_q or n, heads, d), *[(batch, n, kv_heads, d)] * 2, (batch, n_q or n, heads, d)]
+    *qkv, dout = stacking.draw(*shapes, dtype=torch.bfloat16, device="cuda")
+    dlse = stacking.draw((batch, heads, n_q or n), dtype=torch.float32, device="cuda", seed=3)[0]
+    q, k, v = (x.requires_grad_() for x in qkv)
+    return q, k, v, dout, dlse
+
+
+def willing(kernel, q, k):
+    if (reason := KERNELS[kernel].refusal(q, k)) is not None:
+        pytest.skip(f"{kernel} {reason}")
+
+
+def check(kernel, pattern, q, k, v, dout, dlse=None, **options):
+    out, lse = lr.attention(q, k, v, pattern=pattern, kernel=kernel, return_lse=True, **options)
+    outputs, given = ((out, lse), (dout, dlse)) if dlse is not None else (out, dout)
+    got = Result(out.detach(), lse.detach(), *torch.autograd.grad(outputs, (q, k, v), given))
+    verdicts = judge(got, q, k, v, pattern, dout, dlse)
+    assert all(verdict.ok for verdict in verdicts), verdicts
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """How many packs were computed, by whom."""
+    found = []
+    for kind in (FlashAttn4, TritonTiles):
+        for name in ("forward_many", "backward_many"):
+            plain = getattr(kind, name)
+
+            def counted(self, *args, plain=plain):
+                found.append(self.name)
+                return plain(self, *args)
+
+            monkeypatch.setattr(kind, name, counted)
+    return found
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 4, 64), (4, 2, 128), (8, 1, 64), (2, 2, 256)])
+@pytest.mark.parametrize("kernel", ["flash_attn_4", "triton"])
+def test_right_in_one_launch(kernel, heads, kv_heads, d, pattern, launches):
+    q, k, v, dout, dlse = tensors(heads, kv_heads, d)
+    willing(kernel, q, k)
+    for slope in (None, dlse):
+        launches.clear()
+        check(kernel, PATTERNS[pattern], q, k, v, dout, slope)
+        assert launches == [kernel] * 2
+
+
+@pytest.mark.parametrize("kernel", ["flash_attn_4", "triton"])
+def test_equal_documents(kernel, launches):
+    """One stack of many: where sequences are known, nothing of it is merged."""
+    q, k, v, dout, dlse = tensors(n=1024)
+    willing(kernel, q, k)
+    check(kernel, lr.Dense(documents=range(0, 1025, 64)), q, k, v, dout, dlse)
+    if kernel == "flash_attn_4":
+        assert launches == [kernel] * 2
+
+
+@pytest.mark.parametrize("kernel", ["flash_attn_4", "triton"])
+def test_batch_rows(kernel, launches):
+    q, k, v, dout, dlse = tensors(batch=3)
+    willing(kernel, q, k)
+    own = lr.Dense(documents=[BOUNDS, [0, N], [0, 500, N]])
+    patterns = [PATTERNS["documents"], PATTERNS["window"], own, lr.Dense(window=(77, 0), documents=own.documents)]
+    for pattern in patterns:
+        check(kernel, pattern, q, k, v, dout, dlse)
+    assert launches == [kernel] * 2 * len(patterns)
+    wide = [x.detach() for x in tensors(batch=3, n=N + 7)[:4]]
+    some = [x[:, 3 : N + 3] for x in wide]  # batch rows that do not follow each other
+    check(kernel, PATTERNS["documents"], *(x.requires_grad_() for x in some[:3]), some[3])
+
+
+@pytest.mark.parametrize("kernel", ["flash_attn_4", "triton", "auto"])
+@pytest.mark.parametrize("n_q", [1, 5, 300])
+def test_queries_behind_a_cached_prefix(kernel, n_q):
+    q, k, v, dout, dlse = tensors(n_q=n_q)
+    if kernel != "auto":
+        willing(kernel, q, k)
+    for pattern in (lr.Dense(), lr.Dense(window=(200, 0)), lr.Dense(causal=False, window=(100, 50))):
+        check(kernel, pattern, q, k, v, dout, dlse)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "exchange", "gather"])
+@pytest.mark.parametrize("pattern", ["window", "documents", "window in documents"])
+def test_over_virtual_ranks(pattern, schedule):
+    q, k, v, dout, dlse = tensors()
+    willing("flash_attn_4", q, k)
+    for layout in ("contiguous", "zigzag"):
+        options = {"kernel": "flash_attn_4", "schedule": schedule, "layout": layout}
+        sim = lr.simulate(q, k, v, ranks=3, pattern=PATTERNS[pattern], **options)
+        grads = torch.autograd.grad((sim.out, sim.lse), (q, k, v), (dout, dlse))
+        verdicts = judge(Result(sim.out.detach(), sim.lse.detach(), *grads), q, k, v, PATTERNS[pattern], dout, dlse)
+        assert all(verdict.ok for verdict in verdicts), verdicts
+
+
+def both(q, k, v, dout, pattern, **options):
+    out = lr.attention(q, k, v, pattern=pattern, **options)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+@pytest.mark.parametrize("pattern", ["window", "documents", "both sides in documents"])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_the_same_bits_where_they_are_asked_for(pattern, kv_heads):
+    *given, _ = tensors(4, kv_heads, 64, n=4 * N)
+    willing("flash_attn_4", *given[:2])
+    whole = PATTERNS[pattern]
+    if whole.documents is not None:
+        whole = lr.Dense(causal=whole.causal, window=whole.window, documents=[4 * b for b in BOUNDS])
+    runs = [both(*given, whole, kernel="flash_attn_4", deterministic=True) for _ in range(3)]
+    assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True))
+
+
+@pytest.mark.parametrize("pattern", ["window", "documents"])
+@pytest.mark.parametrize("kernel", ["flash_attn_4", "triton"])
+def test_a_known_call_never_waits_and_can_be_captured(kernel, pattern):
+    q, k, v, dout, _ = tensors()
+    willing(kernel, q, k)
+    want = both(q, k, v, dout, PATTERNS[pattern], kernel=kernel)[0]
+    with never_waiting():
+        both(q, k, v, dout, PATTERNS[pattern], kernel=kernel)
+    with torch.no_grad():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = lr.attention(q, k, v, pattern=PATTERNS[pattern], kernel=kernel)
+        out.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+    assert torch.equal(out, want)
