@@ -35,7 +35,8 @@ def one_process() -> None:
             words = {"segment_lengths": SEGMENTS, "dilation_rates": RATES, "kernel": kernel}
             lr.dilated_attention(q, k, v, **words).sum().backward()
             packed = lr.Dense(causal=True, documents=[0, 700, 1900, shape[0]])
-            lr.attention(q, k, v, pattern=packed, kernel=kernel).sum().backward()
+            for pattern in (packed, lr.Dense(window=(300, 0))):
+                lr.attention(q, k, v, pattern=pattern, kernel=kernel).sum().backward()
             torch.cuda.synchronize()
             print(kernel, shape, q.grad.float().norm().item(), flush=True)
     lr.simulate(*tensors(5001, 4, 2, 64), ranks=4).out.sum().backward()

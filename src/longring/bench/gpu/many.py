@@ -42,9 +42,8 @@ def _bounds(n: int, count: int) -> list[int]:
 def _one_case(stage: Stage, case: str, shape: Shape, pattern: Dense, peers: dict[str, Attend]) -> list[Row]:
     x = given(shape, stage.place)
     entries: list[Entry] = [_ours(OURS, x, pattern, "auto")]
-    if stage.device.type == "cuda":  # every stack by a launch of its own
-        name = "cudnn" if flash_attn_4() is None else "flash_attn_4"
-        entries.append(_ours(f"longring, {name} stack by stack", x, pattern, name))
+    if stage.device.type == "cuda" and flash_attn_4() is not None:  # as where that is not installed, small stacks
+        entries.append(_ours("longring, triton", x, pattern, "triton"))
     entries += [Differentiated(name, x, attend, kind="package") for name, attend in peers.items()]
     rows = contest(stage, case, shape, pattern, x, entries)
     _tell_the_wall(stage, rows, entries)

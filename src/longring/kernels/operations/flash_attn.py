@@ -81,7 +81,12 @@ def _age(version: str) -> tuple[tuple[int, ...], str, int]:
 
 @cache
 def _loaded(module: str) -> Any:
-    for message in (r"Argument \w+ \(position \d+\) cannot be converted", r"cutlass\.", r"warpgroup\."):
+    for message in (
+        r"Argument \w+ \(position \d+\) cannot be converted",
+        r"cutlass\.",
+        r"warpgroup\.",
+        "Arch from arch",
+    ):
         warnings.filterwarnings("ignore", message)  # here, as they come whenever a new kind of kernel is compiled
     return importlib.import_module(module)
 
