@@ -1,20 +1,24 @@
 """What a launch costs the host: every operation on one small stack, and many stacks at once, forward and backward.
 
-python benchmarks/calls.py
+python benchmarks/calls.py             # the operations alone
+python benchmarks/calls.py --whole     # and whole calls of longring, by the wall clock and by the device's
 
 Calls are launched one after the other without waiting for the device, whose queue is never full: what is measured is
-the host's time alone. The numbers are those of CALLS in longring.kernels.rates, and the last line is CALL_OF_MANY.
+the host's time alone. The numbers are what CALLS and CALL_OF_MANY in longring.kernels.rates were taken from.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
+import longring as lr
 from longring.geometry.packs import Pack, Whole, pack
 from longring.geometry.stacks import Place, Stack
 from longring.kernels.operations.contract import Rows
@@ -54,6 +58,65 @@ def documents() -> Pack:
     return pack([Stack(place, place, hi=0) for place in places], whole, whole)
 
 
+# ------------------------------------------------------------------------------------------------- whole calls
+
+LONGNET = {"segment_lengths": [2048 << i for i in range(5)], "dilation_rates": [1 << i for i in range(5)]}
+
+
+def on_the_device(call: Callable[[], object]) -> float:
+    """Microseconds between two events, the device kept waiting until everything is launched."""
+    call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    found = []
+    for _ in range(9):
+        torch.cuda._sleep(20_000_000)
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(1e3 * begin.elapsed_time(end))
+    return statistics.median(found)
+
+
+def by_the_wall(call: Callable[[], object], times: int = 20) -> float:
+    """Microseconds of a call among others like it, until the last is done."""
+
+    def row() -> None:
+        for _ in range(times):
+            call()
+        torch.cuda.synchronize()
+
+    return microseconds(row, times=1) / times
+
+
+def whole_call(name: str, attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> None:
+    with torch.no_grad():
+        forward = by_the_wall(lambda: attend(q, k, v)), on_the_device(lambda: attend(q, k, v))
+    given = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = attend(*given)
+
+    def back() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, given, q, retain_graph=True)
+
+    backward = by_the_wall(back), on_the_device(back)
+    shown = "  ".join(f"{pair[0]:6.0f} / {pair[1]:6.0f}" for pair in (forward, backward))
+    print(f"{name:44} {shown}", flush=True)
+
+
+def whole_calls() -> None:
+    print("by the wall clock / of the device, forward and backward")
+    for heads, d in ((12, 64), (16, 128)):
+        for n in (1 << 13, 1 << 14, 1 << 15, 1 << 16):
+            q, k, v, _ = tensors(1, n, heads, d)
+            for kernel in ("auto", "triton", "flash_attn_4"):
+                attend = partial(lr.dilated_attention, **LONGNET, kernel=kernel)
+                whole_call(f"LongNet, {n} tokens, {heads} heads of {d}, {kernel}", attend, q, k, v)
+    for n in (1024, 2048, 4096, 8192):
+        q, k, v, _ = tensors(1, n, 16, 128)
+        for kernel in ("auto", "flash_attn_4", "cudnn", "flash"):
+            whole_call(f"causal, {n} tokens, {kernel}", partial(lr.attention, kernel=kernel), q, k, v)
+
+
 def main() -> None:
     print(torch.cuda.get_device_name(), f"torch {torch.__version__}; microseconds of the host, forward and backward")
     q, k, v, dout = tensors(1, HEADS, ROWS, D)
@@ -78,3 +141,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    if "--whole" in sys.argv[1:]:
+        whole_calls()

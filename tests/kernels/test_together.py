@@ -11,7 +11,8 @@ import longring as lr
 import stacking
 from attending import keeps_the_budget, tensors
 from choices import forget_choices
-from longring.geometry.layouts import from_ranges
+from longring.geometry.itinerary import tiles_between
+from longring.geometry.layouts import deal, from_ranges
 from longring.geometry.packs import Pack
 from longring.geometry.patterns import Problem
 from longring.geometry.portions import with_bands
@@ -68,11 +69,11 @@ def many(monkeypatch):
 def take(monkeypatch, divided) -> None:
     """Whatever it may cost: of stacks by themselves, and uncut, those to be left so, and those to go together."""
 
-    def ways(operation, alone, uncut, slab, asked):
+    def ways(operation, alone, costs, uncut, slab, asked):
         some, others = divided(alone, uncut)
-        yield recipes._Way(-1.0, [*some, *recipes._in_packs(others, operation, slab, asked)])
+        yield recipes._Way(-1.0, lambda: [*some, *recipes._in_packs(others, operation, slab, asked)])
 
-    monkeypatch.setattr(recipes, "_ways_of", ways)
+    monkeypatch.setattr(recipes, "_of_anything", ways)
 
 
 def check(pattern, **options) -> None:
@@ -283,6 +284,24 @@ class TestOnHopper:
     def test_nor_do_dense_calls(self, hopper, which, packages):
         for n in (1024, 8192, 131072):
             assert steps(which, lr.Dense(), n, 16, 128, packages=packages)[1] == []
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("packages", [True, False])
+@pytest.mark.parametrize(
+    ("n", "ranks", "heads", "kv_heads"), [(1 << 17, p, *h) for p in (4, 8, 16) for h in ((16, 16), (32, 8))]
+)
+def test_a_ring_as_it_was_measured_goes_tile_by_tile(hopper, which, packages, n, ranks, heads, kv_heads):
+    layout = deal("zigzag", n, ranks)
+    task = Task(lr.Dense(), Problem(1, n, n, kv_heads, 0), layout, layout, heads)
+    sizes = (torch.Size((1, n // ranks, some, 128)) for some in (heads, kv_heads))
+    asked = Asked(which, *sizes, torch.bfloat16, torch.device("cuda:0"), True, False, False)
+    operations = (*([FlashAttn4()] * packages), select.TORCH[1], TritonTiles())
+    first = operations[0].name
+    for source in range(ranks):
+        (leg,) = recipes.recipe(operations, tiles_between(task, 1, source), asked)
+        assert {type(step) for step in leg.steps} == {Alone}
+        assert {step.operation.name for step in leg.steps} == {first}
 
 
 def test_gradients_of_keys_are_bounded_as_well(hopper):

@@ -196,10 +196,10 @@ class Cost(NamedTuple):
     longest: float = 0.0
 
 
-# of the host, forward and backward, with what is done around the call. By the wall clock a stack took 130 to 250 and 200
-# to 400 us with flash-attn-4 (a hundred documents; LongNet), of which the call itself is 90 to 120, both ways; of others
-# it is 20 to 40 and 40 to 80, of ours 75 to 140 and 210 to 240 (docs/records/calls.txt). The forward's are taken at the
-# low end: what one waits for in a model is more often the device
+# of the host, forward and backward, with what is done around the call. By the wall clock a stack took 130 to 250 and
+# 200 to 400 us with flash-attn-4 (a hundred documents; LongNet), of which the call itself is 90 to 120, both ways; of
+# others it is 20 to 40 and 40 to 80, of ours 75 to 140 and 210 to 240 (docs/records/calls.txt). The forward's are taken
+# at the low end: what one waits for in a model is more often the device
 CALLS = {"flash_attn_4": (120e-6, 250e-6), "flash_attn_3": (90e-6, 200e-6), "flash_attn_2": (90e-6, 200e-6)}
 CALL = 70e-6, 200e-6
 CALL_OF_MANY = 120e-6, 350e-6  # of ours

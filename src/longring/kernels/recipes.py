@@ -6,7 +6,7 @@ geometry and every operation again would take the host longer than a GPU needs f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from math import inf
 from typing import NamedTuple
@@ -153,7 +153,7 @@ class _Way(NamedTuple):
     """How the stacks of a slab may be computed."""
 
     seconds: float  # as estimated
-    steps: Sequence[Alone | Together]
+    steps: Callable[[], Sequence[Alone | Together]]  # made only if it is taken: lists of a thousand documents are long
 
 
 def _gathered(
@@ -168,64 +168,77 @@ def _gathered(
     for operation in together:
         if operation.takes_anything and all(one.operation is operation for one in alone):
             return list(_in_packs(uncut, operation, slab, asked))
-    ways = [_by_themselves(alone, slab, asked)]
+    costs = [_cost(one, asked) for one in alone]
+    seconds = max(sum(one.host for one in costs), sum(one.device for one in costs))
+    ways = [_Way(seconds + _merging(False, slab, asked), lambda: alone)]
     for operation in together:
-        ways += _ways_of(operation, alone, uncut, slab, asked)
-    return list(min(ways, key=lambda way: way.seconds).steps)
+        of = _of_anything if operation.takes_anything else _of_sequences
+        ways += of(operation, alone, costs, uncut, slab, asked)
+    return list(min(ways, key=lambda way: way.seconds).steps())
 
 
 def _is_simple(alone: Sequence[Alone]) -> bool:
     """Whether there is nothing to choose: one stack that is read and written as it lies."""
-    return len(alone) == 1 and alone[0].stack.shape != "flipped" and alone[0].stack.queries.repeats == 1
+    return len(alone) == 1 and alone[0].stack.queries.repeats == 1 and not _is_copied(alone)
 
 
-def _by_themselves(alone: Sequence[Alone], slab: Slab, asked: Asked) -> _Way:
-    costs = [_cost(one, asked) for one in alone]
-    seconds = max(sum(one.host for one in costs), sum(one.device for one in costs))
-    return _Way(seconds + _merging(alone, slab, asked), alone)
+def _is_copied(alone: Sequence[Alone]) -> bool:
+    return any(one.stack.shape == "flipped" for one in alone)
 
 
-def _ways_of(
-    operation: TakesMany, alone: Sequence[Alone], uncut: Sequence[Stack], slab: Slab, asked: Asked
+def _of_sequences(
+    operation: TakesMany, alone: Sequence[Alone], _: object, uncut: Sequence[Stack], slab: Slab, asked: Asked
 ) -> Iterator[_Way]:
-    """Those that are other ways than stack by stack."""
+    """Everything in as few launches as there can be, if these are fewer, or spare copies or merging."""
     packs = _in_packs(uncut, operation, slab, asked)
-    merging = _merging(packs, slab, asked)
-    is_flipped = any(one.stack.shape == "flipped" for one in alone)
-    if operation.takes_anything:
-        if len(alone) > 1 or is_flipped:
-            yield _Way((_time_of(packs, asked) + merging) / WORTH_IT, packs)
-        if len(alone) > 1:
-            yield from _smallest_together(operation, alone, slab, asked)
-    elif len(packs) < len(alone) or is_flipped or merging < _merging(alone, slab, asked):
-        yield _Way((_time_of(packs, asked) + merging) * AS_GOOD, packs)
+    places = [tray.place for step in packs for tray in step.pack.queries.trays]
+    is_done = len(places) == 1 and places[0].repeats == 1 and places[0].lines == _whole(slab, asked)
+    if len(packs) < len(alone) or is_done or _is_copied(alone):
+        time = _time_of([step.stacks for step in packs], operation, asked)
+        yield _Way((time + _merging(is_done, slab, asked)) * AS_GOOD, lambda: packs)
 
 
-def _smallest_together(operation: TakesMany, alone: Sequence[Alone], slab: Slab, asked: Asked) -> Iterator[_Way]:
-    """Stacks whose launches cost more than they compute: of all choices of the smallest, the quickest."""
-    by_itself = [_cost(one, asked) for one in alone]
+def _of_anything(
+    operation: TakesMany,
+    alone: Sequence[Alone],
+    costs: Sequence[Cost],
+    uncut: Sequence[Stack],
+    slab: Slab,
+    asked: Asked,
+) -> Iterator[_Way]:
+    """Everything in one launch; or of all choices of the smallest, whose launches cost more than they compute, one."""
+    if len(alone) == 1 and not _is_copied(alone):
+        return
+    time = _time_of(_few_at_a_time(uncut, slab, asked), operation, asked)
+    merging = _merging(_is_all(uncut, slab, asked), slab, asked)
+    yield _Way((time + merging) / WORTH_IT, lambda: _in_packs(uncut, operation, slab, asked))
+    if len(alone) == 1:
+        return
     with_others = [_cost_in_pack(operation, one.stack, asked) for one in alone]
-    order = sorted(range(len(alone)), key=lambda i: by_itself[i].device)
-    times = _times([by_itself[i] for i in order], [with_others[i] for i in order])
+    order = sorted(range(len(alone)), key=lambda i: costs[i].device)
+    times = _times([costs[i] for i in order], [with_others[i] for i in order])
     best = min(range(2, len(times)), key=lambda many: times[many])
     few = set(order[:best])
-    packs = _in_packs([one.stack for i, one in enumerate(alone) if i in few], operation, slab, asked)
-    steps = [*(one for i, one in enumerate(alone) if i not in few), *packs]
-    yield _Way((times[best] + _merging(steps, slab, asked)) / WORTH_IT, steps)
+    some = [one.stack for i, one in enumerate(alone) if i in few]
+    others = [one for i, one in enumerate(alone) if i not in few]
+    merging = _merging(not others and _is_all(some, slab, asked), slab, asked)
+    yield _Way((times[best] + merging) / WORTH_IT, lambda: [*others, *_in_packs(some, operation, slab, asked)])
 
 
-def _merging(steps: Sequence[Alone | Together], slab: Slab, asked: Asked) -> float:
-    """Seconds: none where one launch leaves everything as it is to be."""
-    (step, *others), whole = steps, _whole(slab, asked)
-    trays = step.pack.queries.trays if isinstance(step, Together) else ()
-    is_done = len(trays) == 1 and trays[0].is_full and trays[0].lines == whole and trays[0].place.repeats == 1
-    return 0.0 if is_done and not others else cost_of_merging(asked.which, whole * asked.q[3], _kind(asked))
+def _is_all(stacks: Sequence[Stack], slab: Slab, asked: Asked) -> bool:
+    """Whether no row is in two of them, if these are all there are: then one launch leaves nothing to be merged."""
+    return sum(stack.queries.lines for stack in stacks) <= _whole(slab, asked)
 
 
-def _time_of(packs: Sequence[Together], asked: Asked) -> float:
+def _merging(is_done: bool, slab: Slab, asked: Asked) -> float:
+    """Seconds that what is not done takes afterwards."""
+    return 0.0 if is_done else cost_of_merging(asked.which, _whole(slab, asked) * asked.q[3], _kind(asked))
+
+
+def _time_of(launches: Sequence[Sequence[Stack]], operation: TakesMany, asked: Asked) -> float:
     host = device = 0.0
-    for step in packs:
-        costs = [_cost_in_pack(step.operation, stack, asked) for stack in step.stacks]
+    for stacks in launches:
+        costs = [_cost_in_pack(operation, stack, asked) for stack in stacks]
         host += costs[0].host
         device += max(sum(one.device for one in costs), max(one.longest for one in costs))
     return max(host, device)
