@@ -172,9 +172,18 @@ def test_some_alone_and_some_together(many, monkeypatch):
 
 def test_slab_by_slab(many, monkeypatch):
     monkeypatch.setattr("longring.geometry.portions.SMALLEST_SLAB", 1)
-    check(lr.Dense(documents=[*range(0, N, 2), N]))
+    check(lr.Dilated([2, 4], [1, 2]))
     assert len(many.packs) > 2
-    assert {tray.place.rows for pack in many.packs for tray in pack.queries.trays} != {range(N)}
+    assert all(pack.queries.trays[0].place.rows != range(N) for pack in many.packs)
+
+
+def test_what_need_not_wait_goes_at_once_however_long_it_is(many, monkeypatch):
+    monkeypatch.setattr("longring.geometry.portions.SMALLEST_SLAB", 1)
+    never = lambda *_, **__: pytest.fail("brought together")  # noqa: E731
+    for name in ("merge_parts", "add_parts"):
+        monkeypatch.setattr(f"longring.kernels.triton.parts.{name}", never)
+    check(lr.Dense(documents=[*range(0, N, 2), N]))
+    assert [len(pack.stacks) for pack in many.packs] == [2, 2]
 
 
 def test_no_more_results_at_once_than_may_wait(many, monkeypatch):

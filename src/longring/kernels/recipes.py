@@ -91,12 +91,28 @@ _recipes: Shelf[tuple[Leg, ...]] = Shelf(STACKS_KEPT, _stacks_in)
 
 def _written(operations: tuple[Operation, ...], tiles: tuple[Tile, ...], asked: Asked) -> tuple[Leg, ...]:
     q, k = _Shape(asked.q), _Shape(asked.k)
-    legs = []
-    for slab in stretches(tiles, q, k, can_be_done=asked.can_be_done):
-        found = tuple(portions(slab, q, k, is_first=asked.is_first, is_lazy=asked.is_lazy))
-        alone = [_alone(operations, stack, slab, len(found) > 1, asked) for stack in found]
-        legs.append(Leg(slab.rows, tuple(_gathered(operations, alone, slab, asked))))
-    return tuple(legs)
+    slabs = stretches(tiles, q, k, can_be_done=asked.can_be_done)
+    if len(slabs) > 1:  # so that little waits; where nothing has to, all of it at once spares a pass
+        everything = Slab(range(asked.q[1]), tiles)
+        steps = _steps(operations, everything, asked)
+        if _is_the_result(steps, everything, asked):
+            return (Leg(everything.rows, steps),)
+    return tuple(Leg(slab.rows, _steps(operations, slab, asked)) for slab in slabs)
+
+
+def _steps(operations: tuple[Operation, ...], slab: Slab, asked: Asked) -> tuple[Alone | Together, ...]:
+    found = tuple(portions(slab, _Shape(asked.q), _Shape(asked.k), is_first=asked.is_first, is_lazy=asked.is_lazy))
+    alone = [_alone(operations, stack, slab, len(found) > 1, asked) for stack in found]
+    return tuple(_gathered(operations, alone, slab, asked))
+
+
+def _is_the_result(steps: Sequence[Alone | Together], slab: Slab, asked: Asked) -> bool:
+    """Whether one launch leaves everything where it is to be."""
+    if len(steps) != 1 or not isinstance(steps[0], Together):
+        return False
+    trays = [(steps[0].pack.queries.trays, _queries(slab, asked))]
+    trays += [(steps[0].pack.keys.trays, _keys(slab, asked))] * (asked.which == "backward")
+    return all(len(some) == 1 and some[0].is_full and some[0].place == whole.place for some, whole in trays)
 
 
 class _Shape(NamedTuple):
@@ -191,8 +207,7 @@ def _of_sequences(
 ) -> Iterator[_Way]:
     """Everything in as few launches as there can be, if these are fewer, or spare copies or merging."""
     packs = _in_packs(uncut, operation, slab, asked)
-    places = [tray.place for step in packs for tray in step.pack.queries.trays]
-    is_done = len(places) == 1 and places[0].repeats == 1 and places[0].lines == _whole(slab, asked)
+    is_done = _is_the_result(packs, slab, asked)
     if len(packs) < len(alone) or is_done or _is_copied(alone):
         time = _time_of([step.stacks for step in packs], operation, asked)
         yield _Way((time + _merging(is_done, slab, asked)) * AS_GOOD, lambda: packs)
@@ -296,16 +311,19 @@ def _few_at_a_time(stacks: Sequence[Stack], slab: Slab, asked: Asked) -> list[li
 
 
 def _in_packs(stacks: Sequence[Stack], operation: TakesMany, slab: Slab, asked: Asked) -> list[Together]:
-    (batch, _, heads, _), kv_heads = asked.q, asked.k[2]
-    queries = Whole(batch, slab.rows, kv_heads, heads // kv_heads)
-    few_at_a_time = _few_at_a_time(stacks, slab, asked)
-    packs = (pack for few in few_at_a_time for pack in operation.in_packs(few, queries, _keys(slab, asked)))
+    few_at_a_time, whole = _few_at_a_time(stacks, slab, asked), (_queries(slab, asked), _keys(slab, asked))
+    packs = (pack for few in few_at_a_time for pack in operation.in_packs(few, *whole))
     return [Together(pack, operation) for pack in packs]
 
 
 def _whole(slab: Slab, asked: Asked) -> int:
     """Lines of the slab's rows."""
-    return asked.q[0] * len(slab.rows) * asked.q[2]
+    return _queries(slab, asked).lines
+
+
+def _queries(slab: Slab, asked: Asked) -> Whole:
+    batch, _, heads, _ = asked.q
+    return Whole(batch, slab.rows, asked.k[2], heads // asked.k[2])
 
 
 def _keys(slab: Slab, asked: Asked) -> Whole:
