@@ -97,6 +97,37 @@ def test_a_rectangle_and_squares_have_windows_of_their_own():
     assert sorted(len(pack.stacks) for pack in packs) == [1, 2]
 
 
+def oblong(first: int, rows: int, col: int, cols: int, lo: int | None = None, hi: int | None = None) -> Stack:
+    return Stack(place(first, rows), place(col, cols), lo, hi)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(3, 12), (12, 3)])
+@pytest.mark.parametrize("given", [(5, None), (None, 5), (2, None), (None, 2), (11, 11)])
+def test_how_far_an_oblong_sees_decides_which_window_suits_it(rows, cols, given):
+    """One that sees everything, beside a square with the window: together where that hides nothing of it."""
+    left, right = given
+    limited = square(rows, 15, None if left is None else -left, right)
+    limited = limited._replace(keys=place(cols, 15))
+    free = oblong(0, rows, 0, cols)
+    wholes = Whole(1, range(rows + 15), HEADS, 1), Whole(1, range(cols + 15), HEADS, 1)
+    packs = in_sequence([free, limited], *wholes)
+    hides_nothing = seen(rows, cols, Window(*given)) == pairs(free)
+    assert len(packs) == (1 if hides_nothing else 2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_one"), [([(0, 4), (4, 10)], True), ([(1, 4), (4, 10)], False), ([(0, 4), (4, 9)], False)]
+)
+def test_of_the_last_of_several_batch_rows_too(rows, is_one):
+    """Rows that follow each other from one batch row to the next, and leave out only the very first or last."""
+    whole = Whole(2, range(10), HEADS, 1)
+    spans = [(0, first, end) for first, end in rows] + [(1, 0, 10)]
+    if rows[-1][1] == 9:
+        spans = [(0, 0, 10)] + [(1, first, end) for first, end in rows]
+    found = [place(first, end - first, batch=range(row, row + 1)) for row, first, end in spans]
+    assert (bounds([Stack(one, one, None, 0) for one in found], whole, whole) is not None) == is_one
+
+
 @pytest.mark.parametrize(
     "stacks",
     [

@@ -194,8 +194,8 @@ def _gathered(
 
 
 def _is_simple(alone: Sequence[Alone]) -> bool:
-    """Whether there is nothing to choose: one stack that is read and written as it lies."""
-    return len(alone) == 1 and alone[0].stack.queries.repeats == 1 and not _is_copied(alone)
+    """Whether there is nothing to choose: no stack, or one that is read and written as it lies."""
+    return not alone or (len(alone) == 1 and alone[0].stack.queries.repeats == 1 and not _is_copied(alone))
 
 
 def _is_copied(alone: Sequence[Alone]) -> bool:
