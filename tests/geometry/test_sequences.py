@@ -135,6 +135,7 @@ def test_of_the_last_of_several_batch_rows_too(rows, is_one):
         [square(0, 20), square(19, 21)],  # a row twice
         [square(0, 20), Stack(*[place(20, 20, kv_heads=range(1))] * 2, None, 0)],  # not of every head
         [square(0, 20), Stack(*[place(20, 20, skew=1)] * 2, None, 0)],
+        [square(0, 20), Stack(place(20, 20), place(20, 20, skew=1), None, 0)],  # of the keys neither
         [square(0, 20), Stack(*[place(20, 10, rows=range(20, 40, 2))] * 2, None, 0)],
         [Stack(place(0, 20), place(20, 20)), Stack(place(20, 20), place(0, 20))],  # keys in another order
     ],
