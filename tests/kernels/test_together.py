@@ -364,7 +364,7 @@ def test_narrow_windows_go_uncut_and_wide_ones_are_squares(hopper):
         assert packs == []
 
 
-@pytest.mark.parametrize("width", [100, 512, 4096, 16384])
+@pytest.mark.parametrize("width", [100, 512, 4096, 16384, 32768])
 @pytest.mark.parametrize(("heads", "d"), [(16, 128), (12, 64)])
 def test_any_window_goes_uncut_to_who_knows_windows(hopper, width, heads, d):
     for which in ("forward", "backward"):
@@ -372,6 +372,20 @@ def test_any_window_goes_uncut_to_who_knows_windows(hopper, width, heads, d):
         assert alone == []
         assert [stack.shape for stack in pack.stacks] == ["band"]
         assert takers == ["flash_attn_4"]
+
+
+def test_the_edge_of_a_window_is_not_turned_round_by_who_knows_windows(hopper):
+    """What a rank sees of its neighbour's keys, a triangle: read backwards it would be copied first."""
+    n, heads, d = 65536, 16, 128
+    layout = deal("contiguous", n, 2)
+    task = Task(lr.Dense(window=(511, 0)), Problem(1, n, n, heads, 0), layout, layout, heads)
+    size = torch.Size((1, n // 2, heads, d))
+    asked = Asked("forward", size, size, torch.bfloat16, torch.device("cuda:0"), True, False, False)
+    (leg,) = recipes.recipe((FlashAttn4(), select.TORCH[1], TritonTiles()), tiles_between(task, 1, 0), asked)
+    (step,) = leg.steps
+    assert step.stacks[0].shape == "flipped"
+    assert isinstance(step, Together)
+    assert step.operation.name == "flash_attn_4"
 
 
 def test_the_host_may_be_slow_while_the_device_is_busy(hopper):

@@ -241,8 +241,8 @@ def _of_anything(
 
 
 def _is_all(stacks: Sequence[Stack], slab: Slab, asked: Asked) -> bool:
-    """Whether no row is in two of them, if these are all there are: then one launch leaves nothing to be merged."""
-    return sum(stack.queries.lines for stack in stacks) <= _whole(slab, asked)
+    """Whether they have as many rows as there are: side by side, as documents are, they leave nothing to be merged."""
+    return sum(stack.queries.lines for stack in stacks) == _whole(slab, asked)
 
 
 def _merging(is_done: bool, slab: Slab, asked: Asked) -> float:
