@@ -254,6 +254,13 @@ def test_documents_are_one_launch(launched, pattern, kv_heads, with_dlse, monkey
     assert all(count is not None and count > 5 for count, _ in launched)
 
 
+def test_equal_documents_of_one_batch_row_are_one_stack_and_yet_sequences(launched, monkeypatch):
+    never_merged(monkeypatch)
+    q, k, v, dout, dlse = tensors(torch.bfloat16, batch=1)
+    check("flash_attn_4", SEQUENCES["equal documents"], q, k, v, dout, dlse)
+    assert [count for count, _ in launched] == [5, 5]
+
+
 def never_merged(monkeypatch):
     for name in ("merge_parts", "add_parts"):
         monkeypatch.setattr(f"longring.kernels.triton.parts.{name}", lambda *_, **__: pytest.fail("merged"))
