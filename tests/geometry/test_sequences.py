@@ -189,3 +189,21 @@ def test_a_stretch_of_the_rows():
 def test_rows_of_a_slab():
     whole = Whole(1, range(16, N), HEADS, 1)
     assert bounds([square(16, 4), square(20, 20)], whole, whole) == ((0, 4, 24), (0, 4, 24))
+
+
+def test_no_more_repeats_at_once_than_operations_take():
+    """Some put them on an axis of the grid that ends at 65,535."""
+    many = place(0, 1, repeats=100_000, spacing=2, rows=range(0, 3, 2))
+    packs = in_sequence(
+        [Stack(many, many, None, 0)], Whole(1, range(200_003), HEADS, 1), Whole(1, range(200_003), HEADS, 1)
+    )
+    assert sum(stack.queries.many for pack in packs for stack in pack.stacks) == 100_000
+    assert max(stack.queries.many for pack in packs for stack in pack.stacks) <= 1 << 15
+
+
+def test_the_order_of_packs_is_that_of_their_windows():
+    """Not that of a set, which is another in every process: merged in another order, results have other bits."""
+    stacks = [square(i, 9, -left, right) for i, (left, right) in enumerate([(3, 0), (1, 4), (2, 0), (5, 1), (1, 1)])]
+    packs = in_sequence(stacks, WHOLE, WHOLE)
+    found = [common_window(pack.stacks) for pack in packs]
+    assert found == sorted(found)

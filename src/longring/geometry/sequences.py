@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from .packs import Pack, Span, Whole, apart, is_solid, pack, spans
+from .portions import MOST_AT_ONCE
 from .stacks import Place, Stack
 
 
@@ -32,19 +33,28 @@ def window_of(stack: Stack) -> Window:
 
 
 def in_sequence(stacks: Sequence[Stack], queries: Whole, keys: Whole) -> list[Pack]:
-    """Packs of as few launches as there can be: those of one window whose rows follow each other go together."""
-    windows = sorted({window_of(stack) for stack in stacks}, key=lambda window: window.count(None))
+    """Packs: those of one window whose rows all follow each other go together, others one by one."""
+    own = [window_of(stack) for stack in stacks]
+    windows = sorted(set(own), key=_strictness)
     groups: dict[Window, list[Stack]] = {window: [] for window in windows}
-    for stack in stacks:  # to the strictest window that leaves it as it is
-        groups[next(window for window in windows if _suits(stack, window))].append(stack)
+    for stack, window in zip(stacks, own, strict=True):  # to the strictest window that leaves it as it is
+        others = windows if None in window else [window]
+        groups[next(one for one in others if _suits(stack, window, one))].append(stack)
     found: list[Pack] = []
     for group in filter(None, groups.values()):
         of_queries = _stretch([stack.queries for stack in group], queries)
         of_keys = _stretch([stack.keys for stack in group], keys)
         are_many = sum(stack.queries.repeats for stack in group) > 1
-        together = are_many and bounds(group, of_queries, of_keys) is not None
-        found += [pack(group, of_queries, of_keys)] if together else [apart([stack]) for stack in group]
+        if are_many and bounds(group, of_queries, of_keys) is not None:
+            found.append(pack(group, of_queries, of_keys))
+        else:
+            found += [apart([part]) for stack in group for part in stack.in_batches(MOST_AT_ONCE)]
     return found
+
+
+def _strictness(window: Window) -> tuple[int, ...]:
+    """The strictest first, and always in the same order: what is merged in another has other bits."""
+    return window.count(None), *(-1 if side is None else side for side in window)
 
 
 def _stretch(places: Sequence[Place], whole: Whole) -> Whole:
@@ -64,13 +74,13 @@ def common_window(stacks: Sequence[Stack]) -> Window:
     return Window(next(iter(left), None), next(iter(right), None))
 
 
-def _suits(stack: Stack, window: Window) -> bool:
+def _suits(stack: Stack, own: Window, window: Window) -> bool:
     """Whether the stack is the same with this window: what has no limit may be given one that it never reaches."""
     rows, cols = _sides(stack)
     reach = cols - 1, rows - 1
     return all(
         mine == given or (mine is None and given is not None and given >= most)
-        for mine, given, most in zip(window_of(stack), window, reach, strict=True)
+        for mine, given, most in zip(own, window, reach, strict=True)
     )
 
 

@@ -95,7 +95,7 @@ def _written(operations: tuple[Operation, ...], tiles: tuple[Tile, ...], asked: 
     if len(slabs) > 1:  # so that little waits; where nothing has to, all of it at once spares a pass
         everything = Slab(range(asked.q[1]), tiles)
         steps = _steps(operations, everything, asked)
-        if _is_the_result(steps, everything, asked):
+        if _is_the_result(steps, everything, asked) and not _needs_room(steps, asked):
             return (Leg(everything.rows, steps),)
     return tuple(Leg(slab.rows, _steps(operations, slab, asked)) for slab in slabs)
 
@@ -104,6 +104,11 @@ def _steps(operations: tuple[Operation, ...], slab: Slab, asked: Asked) -> tuple
     found = tuple(portions(slab, _Shape(asked.q), _Shape(asked.k), is_first=asked.is_first, is_lazy=asked.is_lazy))
     alone = [_alone(operations, stack, slab, len(found) > 1, asked) for stack in found]
     return tuple(_gathered(operations, alone, slab, asked))
+
+
+def _needs_room(steps: Sequence[Alone | Together], asked: Asked) -> bool:
+    """Whether an operation holds float32 sums of its own meanwhile, as flash-attn-4's backward does."""
+    return asked.which == "backward" and not all(isinstance(s, Together) and s.operation.takes_anything for s in steps)
 
 
 def _is_the_result(steps: Sequence[Alone | Together], slab: Slab, asked: Asked) -> bool:
