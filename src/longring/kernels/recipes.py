@@ -167,7 +167,7 @@ def _generation(device: torch.device) -> str:
 # ------------------------------------------------------------------------------------------------- together
 
 WORTH_IT = 0.9  # of the time otherwise: estimates of another operation are not better than that
-AS_GOOD = 0.95  # where the same operation takes it in fewer launches and without copies: less memory is held
+AS_GOOD = 0.95  # where fewer launches take it, without copies or merging: less memory is held
 
 
 class _Way(NamedTuple):
