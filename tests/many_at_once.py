@@ -24,6 +24,9 @@ class ManyAtOnce(CpuFlash):
     def __init__(self) -> None:
         self.packs: list[Pack] = []
 
+    def takes_many(self, has_dlse: bool) -> bool:
+        return True
+
     def in_packs(self, stacks: Sequence[Stack], queries: Whole, keys: Whole) -> list[Pack]:
         return [pack(stacks, queries, keys)]
 

@@ -1,4 +1,4 @@
-"""Windows uncut, and documents as sequences of one launch, by flash-attn-4 itself and by ours, compiled."""
+"""Windows uncut, and documents as sequences of one launch, by every flash attention there is and by ours, compiled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 import longring as lr
 import stacking
-from longring.kernels.operations.flash_attn import FlashAttn4
+from longring.kernels.operations.sequences import OfSequences
 from longring.kernels.operations.triton import TritonTiles
 from longring.kernels.select import KERNELS
 from longring.testing import Result, judge
@@ -19,6 +19,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore"),  # of flash-attn-4's compiler, to its authors
 ]
+
+OF_FLASH = ["flash_attn_4", "flash_attn_3", "flash_attn_2", "flash"]
+every_kernel = pytest.mark.parametrize("kernel", [*OF_FLASH, "triton"])
+every_flash = pytest.mark.parametrize("kernel", OF_FLASH)
 
 N = 1021
 BOUNDS = [0, 1, 2, 129, 257, 258, 386, 513, 900, N]  # lengths of 1, of a block, and of one row less and more
@@ -61,7 +65,7 @@ def check(kernel, pattern, q, k, v, dout, dlse=None, **options):
 def launches(monkeypatch):
     """How many packs were computed, by whom."""
     found = []
-    for kind in (FlashAttn4, TritonTiles):
+    for kind in (OfSequences, TritonTiles):
         for name in ("forward_many", "backward_many"):
             plain = getattr(kind, name)
 
@@ -75,60 +79,63 @@ def launches(monkeypatch):
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 4, 64), (4, 2, 128), (8, 1, 64), (2, 2, 256)])
-@pytest.mark.parametrize("kernel", ["flash_attn_4", "triton"])
+@every_kernel
 def test_right_in_one_launch(kernel, heads, kv_heads, d, pattern, launches):
     q, k, v, dout, dlse = tensors(heads, kv_heads, d)
     willing(kernel, q, k)
-    for slope in (None, dlse):
-        launches.clear()
-        check(kernel, PATTERNS[pattern], q, k, v, dout, slope)
-        assert launches == [kernel] * 2
+    check(kernel, PATTERNS[pattern], q, k, v, dout)
+    assert launches == [kernel] * 2
+    launches.clear()
+    check(kernel, PATTERNS[pattern], q, k, v, dout, dlse)
+    takes_a_slope = kernel in ("flash_attn_4", "triton")  # others are told of it in columns, stack by stack
+    assert launches == [kernel] * (2 if takes_a_slope else 1)
 
 
-@pytest.mark.parametrize("kernel", ["flash_attn_4", "triton"])
+@every_flash
 def test_equal_documents(kernel, launches):
     """One stack of many: where sequences are known, nothing of it is merged."""
-    q, k, v, dout, dlse = tensors(n=1024)
+    q, k, v, dout, _ = tensors(n=1024)
     willing(kernel, q, k)
-    check(kernel, lr.Dense(documents=range(0, 1025, 64)), q, k, v, dout, dlse)
-    if kernel == "flash_attn_4":
-        assert launches == [kernel] * 2
+    check(kernel, lr.Dense(documents=range(0, 1025, 64)), q, k, v, dout)
+    assert launches == [kernel] * 2
 
 
-@pytest.mark.parametrize("kernel", ["flash_attn_4", "triton"])
+@every_kernel
 def test_batch_rows(kernel, launches):
-    q, k, v, dout, dlse = tensors(batch=3)
+    q, k, v, dout, _ = tensors(batch=3)
     willing(kernel, q, k)
     own = lr.Dense(documents=[BOUNDS, [0, N], [0, 500, N]])
     patterns = [PATTERNS["documents"], PATTERNS["window"], own, lr.Dense(window=(77, 0), documents=own.documents)]
     for pattern in patterns:
-        check(kernel, pattern, q, k, v, dout, dlse)
+        check(kernel, pattern, q, k, v, dout)
     assert launches == [kernel] * 2 * len(patterns)
     wide = [x.detach() for x in tensors(batch=3, n=N + 7)[:4]]
     some = [x[:, 3 : N + 3] for x in wide]  # batch rows that do not follow each other
     check(kernel, PATTERNS["documents"], *(x.requires_grad_() for x in some[:3]), some[3])
 
 
-@pytest.mark.parametrize("kernel", ["flash_attn_4", "triton", "auto"])
+@pytest.mark.parametrize("kernel", [*OF_FLASH, "triton", "auto"])
 @pytest.mark.parametrize("n_q", [1, 5, 300])
 def test_queries_behind_a_cached_prefix(kernel, n_q):
     q, k, v, dout, dlse = tensors(n_q=n_q)
     if kernel != "auto":
         willing(kernel, q, k)
     for pattern in (lr.Dense(), lr.Dense(window=(200, 0)), lr.Dense(causal=False, window=(100, 50))):
+        check(kernel, pattern, q, k, v, dout)
         check(kernel, pattern, q, k, v, dout, dlse)
 
 
 @pytest.mark.parametrize("schedule", ["ring", "exchange", "gather"])
 @pytest.mark.parametrize("pattern", ["window", "documents", "window in documents"])
-def test_over_virtual_ranks(pattern, schedule):
-    q, k, v, dout, dlse = tensors()
-    willing("flash_attn_4", q, k)
+@every_flash
+def test_over_virtual_ranks(kernel, pattern, schedule):
+    q, k, v, dout, _ = tensors()
+    willing(kernel, q, k)
     for layout in ("contiguous", "zigzag"):
-        options = {"kernel": "flash_attn_4", "schedule": schedule, "layout": layout}
+        options = {"kernel": kernel, "schedule": schedule, "layout": layout}
         sim = lr.simulate(q, k, v, ranks=3, pattern=PATTERNS[pattern], **options)
-        grads = torch.autograd.grad((sim.out, sim.lse), (q, k, v), (dout, dlse))
-        verdicts = judge(Result(sim.out.detach(), sim.lse.detach(), *grads), q, k, v, PATTERNS[pattern], dout, dlse)
+        grads = torch.autograd.grad(sim.out, (q, k, v), dout)
+        verdicts = judge(Result(sim.out.detach(), sim.lse.detach(), *grads), q, k, v, PATTERNS[pattern], dout)
         assert all(verdict.ok for verdict in verdicts), verdicts
 
 
@@ -139,18 +146,19 @@ def both(q, k, v, dout, pattern, **options):
 
 @pytest.mark.parametrize("pattern", ["window", "documents", "both sides in documents"])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_the_same_bits_where_they_are_asked_for(pattern, kv_heads):
+@pytest.mark.parametrize("kernel", [name for name in OF_FLASH if name != "flash"])
+def test_the_same_bits_where_they_are_asked_for(kernel, pattern, kv_heads):
     *given, _ = tensors(4, kv_heads, 64, n=4 * N)
-    willing("flash_attn_4", *given[:2])
+    willing(kernel, *given[:2])
     whole = PATTERNS[pattern]
     if whole.documents is not None:
         whole = lr.Dense(causal=whole.causal, window=whole.window, documents=[4 * b for b in BOUNDS])
-    runs = [both(*given, whole, kernel="flash_attn_4", deterministic=True) for _ in range(3)]
+    runs = [both(*given, whole, kernel=kernel, deterministic=True) for _ in range(3)]
     assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True))
 
 
 @pytest.mark.parametrize("pattern", ["window", "documents"])
-@pytest.mark.parametrize("kernel", ["flash_attn_4", "triton"])
+@every_kernel
 def test_a_known_call_never_waits_and_can_be_captured(kernel, pattern):
     q, k, v, dout, _ = tensors()
     willing(kernel, q, k)

@@ -218,46 +218,78 @@ SEQUENCES = {
 
 
 @pytest.fixture
-def launched(install, on_gpu, monkeypatch):
-    """(sequences or None, window) of every launch of flash-attn-4, where parts wait for each other as on a GPU."""
+def lazily(monkeypatch):
+    """Parts wait for each other, as on a GPU."""
     triton = pytest.importorskip("triton", reason="needs the package triton")
     if not triton.knobs.runtime.interpret:
         pytest.skip("needs Triton's interpreter")
-    install(FlashAttn4)
-    monkeypatch.setattr(FlashAttn4, "right_for", range(8, 257, 8))
     for module in (totals, fused):
         monkeypatch.setattr(module, "is_lazy", lambda _: True)
-    found = importlib.import_module("flash_attn.cute.interface").launched
+
+
+@pytest.fixture
+def launched(kernel, lazily):
+    """(sequences or None, window) of every launch."""
+    found = importlib.import_module("plain").launched
     found.clear()
     return found
 
 
+def slope(kind, dlse):
+    """A gradient of lse, for those that take it as it is: with it the others compute stack by stack."""
+    return dlse if kind is FlashAttn4 else None
+
+
+@every_kind
 @pytest.mark.parametrize("with_dlse", [False, True], ids=["", "dlse"])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("pattern", WINDOWS.values(), ids=WINDOWS)
-def test_a_window_is_one_launch(launched, pattern, kv_heads, with_dlse, monkeypatch):
+def test_a_window_is_one_launch(kind, kernel, launched, pattern, kv_heads, with_dlse, monkeypatch):
     never_merged(monkeypatch)
     q, k, v, dout, dlse = tensors(torch.bfloat16, kv_heads=kv_heads)
-    check("flash_attn_4", pattern, q, k, v, dout, dlse if with_dlse else None)
+    check(kernel, pattern, q, k, v, dout, slope(kind, dlse) if with_dlse else None)
     assert len(launched) == 2
     assert all(count is None for count, _ in launched)
 
 
+@every_kind
 @pytest.mark.parametrize("with_dlse", [False, True], ids=["", "dlse"])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("pattern", SEQUENCES.values(), ids=SEQUENCES)
-def test_documents_are_one_launch(launched, pattern, kv_heads, with_dlse, monkeypatch):
+def test_documents_are_one_launch(kind, kernel, launched, pattern, kv_heads, with_dlse, monkeypatch):
     never_merged(monkeypatch)
     q, k, v, dout, dlse = tensors(torch.bfloat16, kv_heads=kv_heads)
-    check("flash_attn_4", pattern, q, k, v, dout, dlse if with_dlse else None)
+    check(kernel, pattern, q, k, v, dout, slope(kind, dlse) if with_dlse else None)
     assert len(launched) == 2
     assert all(count is not None and count > 5 for count, _ in launched)
 
 
-def test_equal_documents_of_one_batch_row_are_one_stack_and_yet_sequences(launched, monkeypatch):
+@every_kind
+@pytest.mark.parametrize("pattern", [WINDOWS["causal"], SEQUENCES["documents"]], ids=["window", "documents"])
+def test_with_a_gradient_of_lse_columns_are_for_stacks_alone(kind, kernel, launched, pattern):
+    q, k, v, dout, dlse = tensors(torch.bfloat16)
+    check(kernel, pattern, q, k, v, dout, dlse)
+    (forward, *backward) = launched
+    assert forward != (None, (None, None))
+    assert (len(backward) > 1) == (kind is not FlashAttn4)
+
+
+@pytest.mark.parametrize("left_out", ["LOCAL", "VARLEN"])
+@pytest.mark.parametrize("kind", [FlashAttn3], ids=["flash_attn_3"])
+def test_flash_attn_3_as_it_was_built(kernel, launched, left_out, monkeypatch):
+    flags = importlib.import_module("flash_attn_config").CONFIG["build_flags"]
+    monkeypatch.setitem(flags, f"FLASHATTENTION_DISABLE_{left_out}", True)
+    q, k, v, dout, _ = tensors(torch.bfloat16)
+    for pattern in (WINDOWS["causal"], SEQUENCES["documents"]):
+        check(kernel, pattern, q, k, v, dout)
+    assert set(launched) == {(None, (None, None))}  # squares and rectangles
+
+
+@every_kind
+def test_equal_documents_of_one_batch_row_are_one_stack_and_yet_sequences(kind, kernel, launched, monkeypatch):
     never_merged(monkeypatch)
     q, k, v, dout, dlse = tensors(torch.bfloat16, batch=1)
-    check("flash_attn_4", SEQUENCES["equal documents"], q, k, v, dout, dlse)
+    check(kernel, SEQUENCES["equal documents"], q, k, v, dout, slope(kind, dlse))
     assert [count for count, _ in launched] == [5, 5]
 
 
@@ -266,69 +298,76 @@ def never_merged(monkeypatch):
         monkeypatch.setattr(f"longring.kernels.triton.parts.{name}", lambda *_, **__: pytest.fail("merged"))
 
 
-def test_results_lie_as_the_tensors_do(launched):
+@every_kind
+def test_results_lie_as_the_tensors_do(kernel, launched):
     q, k, v, dout, _ = tensors(torch.bfloat16)
     for pattern in (*WINDOWS.values(), *SEQUENCES.values()):
-        out, lse = lr.attention(q, k, v, pattern=pattern, kernel="flash_attn_4", return_lse=True)
+        out, lse = lr.attention(q, k, v, pattern=pattern, kernel=kernel, return_lse=True)
         found = out, lse, *torch.autograd.grad(out, (q, k, v), dout)
         assert all(x.is_contiguous() for x in found)
 
 
-def test_batch_rows_that_do_not_follow_each_other(launched):
+@every_kind
+def test_batch_rows_that_do_not_follow_each_other(kernel, launched):
     whole = [x.detach() for x in tensors(torch.bfloat16, n=60)[:4]]
     q, k, v, dout = (x[:, 5:50] for x in whole)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     for pattern in (SEQUENCES["documents"], WINDOWS["causal"]):
-        check("flash_attn_4", pattern, q, k, v, dout)
+        check(kernel, pattern, q, k, v, dout)
     assert len(launched) == 4
 
 
+@every_kind
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
-def test_any_scale(launched, scale):
+def test_any_scale(kernel, launched, scale):
     q, k, v, dout, _ = tensors(torch.bfloat16)
     for pattern in (SEQUENCES["documents"], WINDOWS["causal"]):
-        out, lse = lr.attention(q, k, v, pattern=pattern, kernel="flash_attn_4", return_lse=True, scale=scale)
+        out, lse = lr.attention(q, k, v, pattern=pattern, kernel=kernel, return_lse=True, scale=scale)
         got = Result(out, lse, *torch.autograd.grad(out, (q, k, v), dout))
         verdicts = judge(got, q, k, v, pattern, dout, scale=scale)
         assert all(verdict.ok for verdict in verdicts), verdicts
     assert len(launched) == 4
 
 
-def test_queries_behind_a_cached_prefix_are_one_launch(launched):
+@every_kind
+def test_queries_behind_a_cached_prefix_are_one_launch(kind, kernel, launched):
     q, k, v, dout, dlse = tensors(torch.bfloat16)
     q = q.detach()[:, :9].requires_grad_()
-    check("flash_attn_4", lr.Dense(), q, k, v, dout[:, :9], dlse[:, :, :9])
+    check(kernel, lr.Dense(), q, k, v, dout[:, :9], slope(kind, dlse[:, :, :9]))
     assert launched == [(None, (None, None))] * 2  # causal, as it is aligned
 
 
+@every_kind
 @pytest.mark.parametrize("schedule", ["ring", "exchange", "gather", "ulysses"])
 @pytest.mark.parametrize("name", ["causal", "documents", "windows in documents"])
-def test_over_ranks(launched, name, schedule):
+def test_over_ranks(kind, kernel, launched, name, schedule):
     pattern = {**WINDOWS, **SEQUENCES}[name]
     q, k, v, dout, dlse = tensors(torch.bfloat16, kv_heads=2, batch=1)
     for layout in ("contiguous", "zigzag"):
-        sim = lr.simulate(q, k, v, ranks=3, pattern=pattern, kernel="flash_attn_4", schedule=schedule, layout=layout)
+        sim = lr.simulate(q, k, v, ranks=3, pattern=pattern, kernel=kernel, schedule=schedule, layout=layout)
         got = Result(sim.out, sim.lse, *torch.autograd.grad((sim.out, sim.lse), (q, k, v), (dout, dlse)))
         keep_budgets(got, pattern, q, k, v, dout, dlse)
     assert any(count is not None or window != (None, None) for count, window in launched)
 
 
-def test_documents_are_one_launch_forward_however_long_they_are(launched, monkeypatch):
+@every_kind
+def test_documents_are_one_launch_forward_however_long_they_are(kind, kernel, launched, monkeypatch):
     """The backward, which holds sums of its own, goes slab by slab."""
     monkeypatch.setattr("longring.geometry.portions.SMALLEST_SLAB", 1)
     q, k, v, dout, dlse = tensors(torch.bfloat16, batch=1)
-    check("flash_attn_4", lr.Dense(documents=[*range(0, 45, 2), 45]), q, k, v, dout, dlse)
+    check(kernel, lr.Dense(documents=[*range(0, 45, 2), 45]), q, k, v, dout, slope(kind, dlse))
     first, *others = [count for count, _ in launched]
     assert first == sum(others) == 23
     assert len(others) > 1
 
 
-def test_the_same_bits_where_they_are_asked_for_of_sequences(launched):
+@every_kind
+def test_the_same_bits_where_they_are_asked_for_of_sequences(kind, kernel, launched):
     told = told_of_determinism()
     told.clear()
     q, k, v, dout, dlse = tensors(torch.bfloat16)
     for pattern in (SEQUENCES["documents"], WINDOWS["causal"]):
-        check("flash_attn_4", pattern, q, k, v, dout, dlse, deterministic=True)
+        check(kernel, pattern, q, k, v, dout, slope(kind, dlse), deterministic=True)
     assert set(told) == {True}
 
 

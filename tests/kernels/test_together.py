@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import lru_cache
 
 import pytest
@@ -20,7 +21,7 @@ from longring.geometry.task import Task, tiles_over_all_keys
 from longring.kernels import fused, recipes, select, totals
 from longring.kernels.fused import FusedKernel
 from longring.kernels.operations.cpu import CpuFlash
-from longring.kernels.operations.flash_attn import FlashAttn4
+from longring.kernels.operations.flash_attn import FlashAttn2, FlashAttn3, FlashAttn4
 from longring.kernels.operations.triton import TritonTiles
 from longring.kernels.recipes import Alone, Asked, Together
 from longring.schedules.select import SCHEDULES
@@ -230,12 +231,12 @@ def test_our_own_kernel(monkeypatch):
 
 
 def steps(which, pattern, n, heads, d, *, kv_heads=None, packages=True):
-    """What an H200 would do, as estimated."""
+    """What a GPU would do, as estimated; `packages`: with flash-attn-4, or with those that are given."""
     device = torch.device("cuda:0")
     kv_heads = kv_heads or heads
     q, k = (torch.Size((1, n, some, d)) for some in (heads, kv_heads))
     asked = Asked(which, q, k, torch.bfloat16, device, True, True, True)
-    operations = (*([FlashAttn4()] * packages), select.TORCH[1], TritonTiles())
+    operations = installed(packages)
     found = [
         step
         for leg in recipes.recipe(operations, tuple(stacking.pattern_tiles(pattern, 1, n, heads, kv_heads)), asked)
@@ -248,14 +249,26 @@ def steps(which, pattern, n, heads, d, *, kv_heads=None, packages=True):
     return alone, packs
 
 
+def installed(packages):
+    given = packages if isinstance(packages, tuple) else (FlashAttn4(),) * packages
+    return (*given, *select.TORCH[1:], TritonTiles())
+
+
 takers: list[str] = []  # of the packs that `steps` found last
 
 
 @pytest.fixture
-def hopper(monkeypatch):
-    monkeypatch.setattr(recipes, "_generation", lambda _: "hopper")
+def generation(monkeypatch):
+    """Call it with one."""
     # nobody refuses: there is no GPU here to ask
     monkeypatch.setattr(recipes, "willing_for", lru_cache(lambda operations, *_: operations))
+    monkeypatch.setattr(FlashAttn3, "_build_flags", lambda _: defaultdict(bool))
+    return lambda kind: monkeypatch.setattr(recipes, "_generation", lambda _: kind)
+
+
+@pytest.fixture
+def hopper(generation):
+    generation("hopper")
 
 
 LONGNET = lr.Dilated([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
@@ -305,7 +318,7 @@ def test_a_ring_as_it_was_measured_goes_tile_by_tile(hopper, which, packages, n,
     task = Task(lr.Dense(), Problem(1, n, n, kv_heads, 0), layout, layout, heads)
     sizes = (torch.Size((1, n // ranks, some, 128)) for some in (heads, kv_heads))
     asked = Asked(which, *sizes, torch.bfloat16, torch.device("cuda:0"), True, False, False)
-    operations = (*([FlashAttn4()] * packages), select.TORCH[1], TritonTiles())
+    operations = installed(packages)
     first = operations[0].name
     for source in range(ranks):
         (leg,) = recipes.recipe(operations, tiles_between(task, 1, source), asked)
@@ -374,6 +387,37 @@ def test_any_window_goes_uncut_to_who_knows_windows(hopper, width, heads, d):
         assert takers == ["flash_attn_4"]
 
 
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("kind", "packages", "taker"),
+    [
+        ("hopper", (FlashAttn3(),), "flash_attn_3"),
+        ("hopper", (FlashAttn4(), FlashAttn3(), FlashAttn2()), "flash_attn_4"),
+        ("hopper", (FlashAttn2(),), "triton"),  # flash-attn 2 knows nothing of Hopper, and ours was made there
+        ("hopper", (), "triton"),
+        ("ampere", (FlashAttn2(),), "flash_attn_2"),
+        ("ampere", (), "flash"),
+        ("blackwell", (FlashAttn4(),), "flash_attn_4"),
+        ("blackwell", (), "triton"),
+    ],
+)
+def test_who_takes_documents_and_windows(generation, kind, packages, taker, which):
+    generation(kind)
+    for pattern in (UNLIKE, lr.Dense(window=(511, 0))):
+        steps(which, pattern, 65536, 16, 128, packages=packages)
+        assert takers == [taker]
+
+
+def test_a_gradient_of_lse_is_for_who_takes_it_as_it_is(generation):
+    generation("ampere")
+    size, device = torch.Size((1, 65536, 16, 128)), torch.device("cuda:0")
+    tiles = tuple(stacking.pattern_tiles(UNLIKE, 1, 65536, 16, 16))
+    for has_dlse, taker in ((False, "flash"), (True, "triton")):
+        asked = Asked("backward", size, size, torch.bfloat16, device, True, True, True, has_dlse)
+        (leg,) = recipes.recipe(installed(()), tiles, asked)
+        assert {step.operation.name for step in leg.steps if isinstance(step, Together)} == {taker}
+
+
 def test_the_edge_of_a_window_is_not_turned_round_by_who_knows_windows(hopper):
     """What a rank sees of its neighbour's keys, a triangle: read backwards it would be copied first."""
     n, heads, d = 65536, 16, 128
@@ -381,7 +425,7 @@ def test_the_edge_of_a_window_is_not_turned_round_by_who_knows_windows(hopper):
     task = Task(lr.Dense(window=(511, 0)), Problem(1, n, n, heads, 0), layout, layout, heads)
     size = torch.Size((1, n // 2, heads, d))
     asked = Asked("forward", size, size, torch.bfloat16, torch.device("cuda:0"), True, False, False)
-    (leg,) = recipes.recipe((FlashAttn4(), select.TORCH[1], TritonTiles()), tiles_between(task, 1, 0), asked)
+    (leg,) = recipes.recipe(installed(True), tiles_between(task, 1, 0), asked)
     (step,) = leg.steps
     assert step.stacks[0].shape == "flipped"
     assert isinstance(step, Together)

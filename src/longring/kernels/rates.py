@@ -208,9 +208,11 @@ COPIED = 2.5e12  # bytes per second, of those that are read and written when a t
 
 # what is done with many stacks at once, and with bands, in TFLOP/s of whole blocks and of two more for each item: with
 # these one number is near to all that was measured, documents and windows, short ones and long ones; by head dimension.
-# Those of flash-attn-4 were measured under full load, and are told here as fast as the cases above were found
+# Those of flash-attn-4 and 3 were measured under full load, and are told here as fast as the cases above were found
 OF_MANY = {
     "flash_attn_4": {64: (590, 580), 128: (735, 685)},
+    "flash_attn_3": {64: (560, 560), 128: (690, 640)},
+    "flash": {64: (240, 285), 128: (355, 325)},
     "triton": {64: (345, 310), 128: (470, 395)},
 }
 BLOCK = 128
@@ -219,13 +221,13 @@ PROGRAMS = 132  # at a time
 # how fast, about, beside the generation that was measured: others' operations, and ours, which was tuned for that one
 GENERATIONS = {"hopper": (1.0, 1.0), "blackwell": (1.5, 1.0), "ampere": (0.4, 0.25), "older": (0.1, 0.05)}
 OURS = "triton"
+SECOND = ("flash_attn_2", "flash")  # flash-attn 2, which is one, and knows of nothing that came after Ampere
 
 
 def cost_alone(name: str, which: Pass, size: Size, kind: str, *, copies: int = 0) -> Cost:
     """Of a launch for one stack, with so many tensors copied for it or after it."""
     backward = which == "backward"
-    measured = _nearest(size)
-    rate = getattr(measured, name if name in MEASURED else "flash")[backward] * 1e12 * GENERATIONS[kind][0]
+    rate = getattr(_nearest(size), name if name in MEASURED else "flash")[backward] * 1e12 * _factor(name, kind)
     work = size.flops * (2.5 if backward else 1)
     copied = copies * size.heads * size.rows * size.d * 2 * 2 / COPIED
     return Cost(CALLS.get(name, CALL)[backward] + copies * CALL_OF_A_COPY, work / rate + copied)
@@ -234,13 +236,18 @@ def cost_alone(name: str, which: Pass, size: Size, kind: str, *, copies: int = 0
 def cost_together(name: str, which: Pass, size: Size, kind: str) -> Cost:
     """Of a stack in a launch of many."""
     backward = which == "backward"
-    known = OF_MANY.get(name, OF_MANY[OURS])
-    rate = known[64 if size.d <= 64 else 128][backward] * 1e12 * GENERATIONS[kind][name == OURS]
+    known = OF_MANY.get("flash" if name in SECOND else name, OF_MANY[OURS])
+    rate = known[64 if size.d <= 64 else 128][backward] * 1e12 * _factor(name, kind)
     high, wide = -(-size.rows // BLOCK), -(-size.cols // BLOCK)
     blocks = high * (high + 1) // 2 if size.causal else high * wide
     each = (10 if backward else 4) * BLOCK * BLOCK * size.d / rate
     host = (CALL_OF_MANY if name == OURS else CALLS.get(name, CALL))[backward]
     return Cost(host, size.heads * (blocks + OF_AN_ITEM * high) * each, (wide + OF_AN_ITEM) * each * PROGRAMS)
+
+
+def _factor(name: str, kind: str) -> float:
+    others, ours = GENERATIONS[kind]
+    return ours if name == OURS else min(1.0, others) if name in SECOND else others
 
 
 def cost_of_merging(which: Pass, numbers: int, kind: str) -> float:

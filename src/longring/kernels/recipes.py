@@ -182,7 +182,7 @@ def _gathered(
 ) -> list[Alone | Together]:
     """The quickest way: every stack by itself, the smallest of them in one launch, or everything, bands uncut."""
     able = willing_for(operations, asked.dtype, asked.device, asked.q[3], asked.has_dlse)
-    together = [one for one in able if isinstance(one, TakesMany)]
+    together = _who_take_many(able, asked.has_dlse)
     if not together or not asked.is_lazy or _is_simple(alone):
         return list(alone)
     uncut = with_bands(slab.tiles, asked.q[2] // asked.k[2])
@@ -196,6 +196,13 @@ def _gathered(
         of = _of_anything if operation.takes_anything else _of_sequences
         ways += of(operation, alone, costs, uncut, slab, asked)
     return list(min(ways, key=lambda way: way.seconds).steps())
+
+
+def _who_take_many(able: Sequence[Operation], has_dlse: bool) -> list[TakesMany]:
+    """Of those that want sequences the first: they want the same ones, and the faster generation stands before."""
+    found = [one for one in able if isinstance(one, TakesMany) and one.takes_many(has_dlse)]
+    of_sequences = [one for one in found if not one.takes_anything]
+    return [*of_sequences[:1], *(one for one in found if one.takes_anything)]
 
 
 def _is_simple(alone: Sequence[Alone]) -> bool:

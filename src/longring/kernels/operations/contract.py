@@ -87,11 +87,15 @@ class WritesInPlace(Operation, Protocol):
 class TakesMany(Operation, Protocol):
     """An operation that computes many stacks at once, bands among them: a pack.
 
-    It reads tensors as the caller has them, [batch, n, heads, d] and lse [batch, heads, n], takes a gradient of lse as
-    it is, and gives what each tray of the pack has on it, [many, heads, rows, d] and [many, heads, rows].
+    It reads tensors as the caller has them, [batch, n, heads, d] and lse [batch, heads, n], and gives what each tray of
+    the pack has on it, [many, heads, rows, d] and [many, heads, rows].
     """
 
     takes_anything: bool  # stacks of whatever sizes and shapes in one launch, wherever they lie
+
+    def takes_many(self, has_dlse: bool) -> bool:
+        """Whether it does so as it is installed, and with a gradient of lse: here that is not told in columns."""
+        ...
 
     def in_packs(self, stacks: Sequence[Stack], queries: Whole, keys: Whole) -> list[Pack]:
         """The stacks in packs such as it takes, in as few as there can be."""

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .contract import Rows
+from .sequences import How, OfSequences
 
 _aten: Any = torch.ops.aten
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
@@ -98,7 +99,9 @@ class Cudnn(_InSteps):
         return _cut(found, d)
 
 
-class Flash(_InSteps):
+class Flash(_InSteps, OfSequences):
+    """flash-attn 2 as PyTorch has it; windows and sequences by the operation below the one for a single call."""
+
     name = "flash"
 
     def refusal(self, q: Tensor, head_dim: int) -> str | None:
@@ -119,6 +122,34 @@ class Flash(_InSteps):
             dout, q, k, v, out, lse, None, None, *sides, 0.0, causal, none, none, scale=scale
         )
         return _cut(found, d)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+        d = q.shape[-1]
+        bounds, causal, window = _told(q, k, how)
+        out, lse, *_ = _aten._flash_attention_forward(
+            *_padded(q, k, v), *bounds, 0.0, causal, False, scale=how.scale, **window
+        )
+        return out[..., :d], lse
+
+    def _attend_backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
+        d, none = q.shape[-1], _no_seed(q.device)
+        bounds, causal, window = _told(q, k, how)
+        dout, q, k, v, out = _padded(rows.dout, q, k, v, rows.out)
+        found = _aten._flash_attention_backward(
+            dout, q, k, v, out, rows.lse, *bounds, 0.0, causal, none, none, scale=how.scale, **window
+        )
+        return _cut(found, d)
+
+
+def _told(q: Tensor, k: Tensor, how: How) -> tuple[tuple[Any, ...], bool, dict[str, int]]:
+    """Where sequences begin, and how long the longest are; whether all is causal; the window, if there is one."""
+    causal = how.window == (None, 0)
+    left, right = (-1 if side is None or causal else side for side in how.window)
+    window = {"window_size_left": left, "window_size_right": right}
+    if how.sequences is None:
+        return (None, None, q.shape[1], k.shape[1]), causal, window
+    longest = how.sequences.longest_queries, how.sequences.longest_keys
+    return (*how.sequences.tables.read(), *longest), causal, window
 
 
 class Efficient(_InSteps):

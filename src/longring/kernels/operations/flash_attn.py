@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import re
 import warnings
-from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -20,12 +19,10 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ...geometry.packs import Pack, Whole
-from ...geometry.sequences import Window, common_window, in_sequence
-from ..places import Stack
+from ...geometry.sequences import Window
 from .contract import Homes, Rows
 from .cuda import capability, not_for, not_on_cuda
-from .sequences import Sequences, by_batch, in_a_row, sequences, terms_by_batch, terms_in_a_row
+from .sequences import How, OfSequences
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
@@ -104,7 +101,9 @@ def _broken(module: str) -> str | None:
 # ---------------------------------------------------------------------------------------------- what is common
 
 
-class _FlashAttn:
+class _FlashAttn(OfSequences):
+    """All of them compute the same thing, rows that see a window, and each is told so in its own words."""
+
     package: Package
 
     def __init__(self, *, is_deterministic: bool = False) -> None:
@@ -122,9 +121,20 @@ class _FlashAttn:
     def takes(self, rows: int, cols: int) -> bool:
         return True
 
+    def columns_for_dlse(self, head_dim: int) -> int:
+        return 8 + -head_dim % 8
+
     @property
     def _functions(self) -> Any:
         return _loaded(self.package.module)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        return self._forward(q, k, v, How(scale, _window(causal)))
+
+    def backward(
+        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._backward(rows, q, k, v, How(scale, _window(causal)))
 
 
 @cache
@@ -139,12 +149,25 @@ def _limits(q: Tensor, head_dim: int, *, least: tuple[int, int], most: int = 256
     return not_for(q, head_dim, least=least, most=most, dtypes=_SIXTEEN_BITS)
 
 
-def _rows_first(*tensors: Tensor) -> list[Tensor]:
-    return [x.transpose(1, 2) for x in tensors]
+def _window(causal: bool) -> Window:
+    return Window(None, 0 if causal else None)
 
 
-def _heads_first(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+def _told(how: How, no_limit: int | None) -> dict[str, Any]:
+    """Causal is aligned at the last row and the last column, as windows are."""
+    causal = how.window == (None, 0)
+    left, right = (no_limit if side is None or causal else side for side in how.window)
+    told = {"softmax_scale": how.scale, "causal": causal, "window_size_left": left, "window_size_right": right}
+    if how.sequences is None:
+        return told
+    of_queries, of_keys = how.sequences.tables.read()
+    return {
+        **told,
+        "cu_seqlens_q": of_queries,
+        "cu_seqlens_k": of_keys,
+        "max_seqlen_q": how.sequences.longest_queries,
+        "max_seqlen_k": how.sequences.longest_keys,
+    }
 
 
 def _gradients_of(*tensors: Tensor) -> dict[str, Tensor]:
@@ -155,17 +178,11 @@ def _gradients_of(*tensors: Tensor) -> dict[str, Tensor]:
 # ------------------------------------------------------------------------------------------------ one by one
 
 
-_NOTHING_ELSE = {  # which flash-attn 2 wants to be told: it has no defaults
-    "dropout_p": 0.0,
-    "window_size_left": -1,
-    "window_size_right": -1,
-    "softcap": 0.0,
-    "alibi_slopes": None,
-}
+_NOTHING_ELSE = {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None}
 
 
 class FlashAttn2(_FlashAttn):
-    """flash-attn 2, for Ampere and later."""
+    """flash-attn 2, for Ampere and later. It wants to be told of everything: it has no defaults."""
 
     name = "flash_attn_2"
     package = Package("flash-attn", "flash_attn.flash_attn_interface", "2.7.0", "pip install -U flash-attn")
@@ -173,33 +190,23 @@ class FlashAttn2(_FlashAttn):
     def _limits(self, q: Tensor, head_dim: int) -> str | None:
         return _limits(q, head_dim, least=(8, 0))
 
-    def columns_for_dlse(self, head_dim: int) -> int:
-        return 8 + -head_dim % 8
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+        functions = self._functions
+        forward = functions._flash_attn_varlen_forward if how.sequences else functions._flash_attn_forward
+        out, lse, *_ = forward(q, k, v, return_softmax=False, **_told(how, -1), **_NOTHING_ELSE)
+        return out, lse
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self._functions._flash_attn_forward(
-            *_rows_first(q, k, v), causal=causal, softmax_scale=scale, return_softmax=False, **_NOTHING_ELSE
-        )
-        return out.transpose(1, 2), lse
-
-    def backward(
-        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dout, q, k, v, out = _rows_first(rows.dout, q, k, v, rows.out)
-        found = _gradients_of(q, k, v)
-        self._functions._flash_attn_backward(
-            *(dout, q, k, v, out, rows.lse.float().contiguous()),
-            **found,
-            causal=causal,
-            softmax_scale=scale,
-            deterministic=self.is_deterministic,
-            **_NOTHING_ELSE,
-        )
-        return _heads_first(**found)
+    def _attend_backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
+        functions = self._functions
+        backward = functions._flash_attn_varlen_backward if how.sequences else functions._flash_attn_backward
+        grads = _gradients_of(q, k, v)
+        told = {"deterministic": self.is_deterministic, **_told(how, -1), **_NOTHING_ELSE}
+        backward(rows.dout, q, k, v, rows.out, rows.lse, **grads, **told)
+        return grads["dq"], grads["dk"], grads["dv"]
 
 
 class FlashAttn3(_FlashAttn):
-    """flash-attn 3, for Hopper alone. Whoever builds it may leave out head dimensions, float16 and the backward."""
+    """flash-attn 3, for Hopper alone. Whoever builds it may leave out head dimensions, windows and more."""
 
     name = "flash_attn_3"
     package = Package(
@@ -217,7 +224,7 @@ class FlashAttn3(_FlashAttn):
         return self._left_out(q.dtype, head_dim)
 
     def _left_out(self, dtype: torch.dtype, head_dim: int) -> str | None:
-        without = _loaded("flash_attn_config").CONFIG["build_flags"]
+        without = self._build_flags()
         if without["FLASHATTENTION_DISABLE_BACKWARD"]:
             return "was built without its backward pass"
         if dtype == torch.float16 and without["FLASHATTENTION_DISABLE_FP16"]:
@@ -230,26 +237,25 @@ class FlashAttn3(_FlashAttn):
             return f"as it was built{how} takes a head dimension of at most {most}, got {head_dim}"
         return None
 
-    def columns_for_dlse(self, head_dim: int) -> int:
-        return 8 + -head_dim % 8
+    def _build_flags(self) -> dict[str, bool]:
+        return _loaded("flash_attn_config").CONFIG["build_flags"]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self._functions._flash_attn_forward(*_rows_first(q, k, v), causal=causal, softmax_scale=scale)
-        return out.transpose(1, 2), lse
+    def takes_many(self, has_dlse: bool) -> bool:
+        without = self._build_flags()
+        is_able = not any(without[f"FLASHATTENTION_DISABLE_{name}"] for name in ("LOCAL", "VARLEN"))
+        return is_able and super().takes_many(has_dlse)
 
-    def backward(
-        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dout, q, k, v, out = _rows_first(rows.dout, q, k, v, rows.out)
-        found = _gradients_of(q, k, v)
-        self._functions._flash_attn_backward(
-            *(dout, q, k, v, out, rows.lse.float().contiguous()),
-            **found,
-            is_causal=causal,
-            softmax_scale=scale,
-            deterministic=self.is_deterministic,
-        )
-        return _heads_first(**found)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self._functions._flash_attn_forward(q, k, v, **_told(how, -1))
+        return out, lse
+
+    def _attend_backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
+        grads = _gradients_of(q, k, v)
+        told = _told(how, -1)
+        told["is_causal"] = told.pop("causal")
+        given = rows.dout, q, k, v, rows.out, rows.lse
+        self._functions._flash_attn_backward(*given, **grads, deterministic=self.is_deterministic, **told)
+        return grads["dq"], grads["dk"], grads["dv"]
 
 
 class FlashAttn4(_FlashAttn):
@@ -257,7 +263,6 @@ class FlashAttn4(_FlashAttn):
 
     name = "flash_attn_4"
     package = Package("flash-attn-4", "flash_attn.cute.interface", "4.0.0b36", "pip install longring[flash]")
-    takes_anything = False  # many sequences of one window, and any single band
     right_for = (64, 128, 256)  # seen on an H200 with 4.0.0b36: gradients of 8, 16 and 72 were wrong
 
     def _limits(self, q: Tensor, head_dim: int) -> str | None:
@@ -274,22 +279,11 @@ class FlashAttn4(_FlashAttn):
     def columns_for_dlse(self, head_dim: int) -> int:
         return 0
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        return self._forward(q, k, v, scale, causal=causal)
+    def takes_many(self, has_dlse: bool) -> bool:
+        return True
 
     def forward_into(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-        return self._forward(q, k, v, scale, causal=causal, out=out.transpose(1, 2))[1]
-
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, **told: Any) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self._functions._flash_attn_fwd(
-            *_rows_first(q, k, v), softmax_scale=scale, return_lse=True, **told
-        )
-        return out.transpose(1, 2), lse
-
-    def backward(
-        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self.backward_into((None, None, None), rows, q, k, v, causal, scale)
+        return self._forward(q, k, v, How(scale, _window(causal), into={"out": out.transpose(1, 2)}))[1]
 
     def backward_into(
         self,
@@ -302,80 +296,15 @@ class FlashAttn4(_FlashAttn):
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         named = zip(("dq", "dk", "dv"), homes, strict=True)
-        given = {name: x.transpose(1, 2) for name, x in named if x is not None}
-        return self._backward(rows, q, k, v, scale, causal=causal, **given)
+        into = {name: x.transpose(1, 2) for name, x in named if x is not None}
+        return self._backward(rows, q, k, v, How(scale, _window(causal), into=into))
 
-    def _backward(
-        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, scale: float, **told: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv, *_ = self._functions._flash_attn_bwd(
-            *_rows_first(q, k, v, rows.out, rows.dout),
-            rows.lse.float().contiguous(),
-            softmax_scale=scale,
-            deterministic=self.is_deterministic,
-            dlse=None if rows.dlse is None else rows.dlse.float().contiguous(),
-            **told,
-        )
-        return _heads_first(dq, dk, dv)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self._functions._flash_attn_fwd(q, k, v, return_lse=True, **_told(how, None), **(how.into or {}))
+        return out, lse
 
-    # -------------------------------------------------------------------------------- windows, and many sequences
-
-    def in_packs(self, stacks: Sequence[Stack], queries: Whole, keys: Whole) -> list[Pack]:
-        return in_sequence(stacks, queries, keys)
-
-    def forward_many(self, q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> list[tuple[Tensor, Tensor]]:
-        (tray,) = pack.queries.trays
-        if not tray.is_shared:
-            (stack,) = pack.stacks
-            views = stack.queries.view(q), stack.keys.view(k), stack.keys.view(v)
-            return [self._forward(*views, scale, **_told(common_window(pack.stacks)))]
-        (of_keys,) = pack.keys.trays
-        out, lse, *_ = self._functions._flash_attn_fwd(
-            in_a_row(q, tray.place),
-            *(in_a_row(x, of_keys.place) for x in (k, v)),
-            softmax_scale=scale,
-            return_lse=True,
-            **_told_of(sequences(pack, q.device)),
-        )
-        return [(by_batch(out, tray.place), terms_by_batch(lse, tray.place))]
-
-    def backward_many(
-        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        (tray,), (of_keys,) = pack.queries.trays, pack.keys.trays
-        dlse = rows.dlse
-        if not tray.is_shared:
-            (stack,) = pack.stacks
-            of, at = stack.queries.view, stack.queries.row_view
-            mine = Rows(of(rows.dout), of(rows.out), at(rows.lse), None if dlse is None else at(dlse))
-            views = of(q), stack.keys.view(k), stack.keys.view(v)
-            dq, dk, dv = self._backward(mine, *views, scale, **_told(common_window(pack.stacks)))
-            return [dq], [dk], [dv]
-        dq, dk, dv, *_ = self._functions._flash_attn_bwd(
-            in_a_row(q, tray.place),
-            *(in_a_row(x, of_keys.place) for x in (k, v)),
-            *(in_a_row(x, tray.place) for x in (rows.out, rows.dout)),
-            terms_in_a_row(rows.lse, tray.place),
-            softmax_scale=scale,
-            deterministic=self.is_deterministic,
-            dlse=None if dlse is None else terms_in_a_row(dlse, tray.place),
-            **_told_of(sequences(pack, q.device)),
-        )
-        return [by_batch(dq, tray.place)], [by_batch(dk, of_keys.place)], [by_batch(dv, of_keys.place)]
-
-
-def _told(window: Window) -> dict[str, Any]:
-    if window.left is None and window.right in (None, 0):
-        return {"causal": window.right == 0}
-    return {"window_size_left": window.left, "window_size_right": window.right}
-
-
-def _told_of(found: Sequences) -> dict[str, Any]:
-    of_queries, of_keys = found.tables.read()
-    return {
-        "cu_seqlens_q": of_queries,
-        "cu_seqlens_k": of_keys,
-        "max_seqlen_q": found.longest_queries,
-        "max_seqlen_k": found.longest_keys,
-        **_told(found.window),
-    }
+    def _attend_backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
+        told = {"deterministic": self.is_deterministic, "dlse": rows.dlse, **_told(how, None)}
+        given = q, k, v, rows.out, rows.dout, rows.lse
+        dq, dk, dv, *_ = self._functions._flash_attn_bwd(*given, **told, **(how.into or {}))
+        return dq, dk, dv

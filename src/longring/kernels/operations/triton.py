@@ -36,6 +36,9 @@ class TritonTiles:
     def columns_for_dlse(self, head_dim: int) -> int:
         return 0
 
+    def takes_many(self, has_dlse: bool) -> bool:
+        return True
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         q, k, v, everything = *_rows_first(q, k, v), _everything(q, k, causal)
         return self.forward_many(q, k, v, everything, scale)[0]

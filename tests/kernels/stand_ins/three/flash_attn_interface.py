@@ -41,8 +41,10 @@ def _flash_attn_forward(
     sm_margin=0,
 ):
     assert (k_new, v_new, qv, out_) == (None,) * 4
-    assert (window_size_left, window_size_right, softcap, num_splits) == (-1, -1, 0.0, 1)
-    out, lse = plain.forward(q, k, v, softmax_scale, causal)
+    assert (softcap, num_splits) == (0.0, 1)
+    window = plain.window(window_size_left, window_size_right)
+    pieces = plain.pieces(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window)
+    out, lse = plain.forward_of(pieces, q, k, v, softmax_scale, causal, window)
     return out, lse, torch.empty(0), torch.empty(0)
 
 
@@ -70,10 +72,12 @@ def _flash_attn_backward(
     deterministic=False,
     sm_margin=0,
 ):
-    assert (cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q, max_seqlen_k) == (None,) * 6
-    assert (window_size_left, window_size_right, softcap) == (-1, -1, 0.0)
-    assert not deterministic or q.shape[3] <= 192
-    found = plain.backward(dout, q, k, v, out, softmax_lse, softmax_scale, is_causal, deterministic)
+    assert (sequed_q, sequed_k, softcap) == (None, None, 0.0)
+    assert not deterministic or q.shape[-1] <= 192
+    window = plain.window(window_size_left, window_size_right)
+    pieces = plain.pieces(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window)
+    told = softmax_scale, is_causal, deterministic, window
+    found = plain.backward_of(pieces, dout, q, k, v, out, softmax_lse, *told)
     for into, x in zip((dq, dk, dv), found, strict=True):
         into.copy_(x)
     return torch.empty_like(softmax_lse)

@@ -1,4 +1,4 @@
-"""The arguments of flash-attn 2.7.0 to 2.8.4, in their order."""
+"""The arguments of flash-attn 2.7.0 to 2.8.4, in their order: those of a batch, and those of sequences."""
 
 import plain
 import torch
@@ -17,11 +17,34 @@ def _flash_attn_forward(
     alibi_slopes,
     return_softmax,
 ):
-    assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
-    assert alibi_slopes is None
-    assert not return_softmax
-    out, lse = plain.forward(q, k, v, softmax_scale, causal)
-    return out, lse, torch.empty(0), torch.empty(2, dtype=torch.int64)
+    window = window_size_left, window_size_right
+    return _forward(None, q, k, v, softmax_scale, causal, window, dropout_p, softcap, alibi_slopes, return_softmax)
+
+
+def _flash_attn_varlen_forward(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left=-1,
+    window_size_right=-1,
+    softcap=0.0,
+    alibi_slopes=None,
+    return_softmax=False,
+    block_table=None,
+    leftpad_k=None,
+    seqused_k=None,
+    zero_tensors=False,
+):
+    assert (block_table, leftpad_k, seqused_k, zero_tensors) == (None, None, None, False)
+    bounds, window = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), (window_size_left, window_size_right)
+    return _forward(bounds, q, k, v, softmax_scale, causal, window, dropout_p, softcap, alibi_slopes, return_softmax)
 
 
 def _flash_attn_backward(
@@ -44,10 +67,55 @@ def _flash_attn_backward(
     deterministic,
     rng_state=None,
 ):
-    assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
-    assert alibi_slopes is None
-    assert rng_state is None
-    found = plain.backward(dout, q, k, v, out, softmax_lse, softmax_scale, causal, deterministic)
-    for into, x in zip((dq, dk, dv), found, strict=True):
-        into.copy_(x)
-    return torch.empty_like(softmax_lse)
+    given, window = (dout, q, k, v, out, softmax_lse), (window_size_left, window_size_right)
+    told = softmax_scale, causal, deterministic
+    return _backward(None, given, (dq, dk, dv), told, window, dropout_p, softcap, alibi_slopes, rng_state)
+
+
+def _flash_attn_varlen_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    dq,
+    dk,
+    dv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left,
+    window_size_right,
+    softcap,
+    alibi_slopes,
+    deterministic,
+    rng_state=None,
+    zero_tensors=False,
+):
+    assert not zero_tensors
+    bounds, window = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), (window_size_left, window_size_right)
+    given, told = (dout, q, k, v, out, softmax_lse), (softmax_scale, causal, deterministic)
+    return _backward(bounds, given, (dq, dk, dv), told, window, dropout_p, softcap, alibi_slopes, rng_state)
+
+
+def _forward(bounds, q, k, v, scale, causal, window, dropout_p, softcap, alibi_slopes, return_softmax):
+    assert (dropout_p, softcap, alibi_slopes, return_softmax) == (0.0, 0.0, None, False)
+    window = plain.window(*window)
+    pieces = plain.pieces(*(bounds or (None,) * 4), window)
+    out, lse = plain.forward_of(pieces, q, k, v, scale, causal, window)
+    return out, lse, torch.empty(0), torch.empty(2, dtype=torch.int64)
+
+
+def _backward(bounds, given, into, told, window, dropout_p, softcap, alibi_slopes, rng_state):
+    assert (dropout_p, softcap, alibi_slopes, rng_state) == (0.0, 0.0, None, None)
+    window = plain.window(*window)
+    pieces = plain.pieces(*(bounds or (None,) * 4), window)
+    found = plain.backward_of(pieces, *given, *told, window)
+    for memory, x in zip(into, found, strict=True):
+        memory.copy_(x)
+    return torch.empty_like(given[-1])
