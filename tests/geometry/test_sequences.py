@@ -186,6 +186,56 @@ def test_a_stretch_of_the_rows():
     assert len(in_sequence(both, Whole(2, range(10), HEADS, 1), two)) == 3
 
 
+def test_chunks_of_keys_that_are_apart_make_a_run_each():
+    """As of a rank that has two chunks, and all keys at hand: its rows follow each other, and their keys do not."""
+    first = [Stack(place(0, 3), place(4, 3), None, 0), Stack(place(3, 5), place(7, 5), None, 0)]
+    second = [Stack(place(8, 4), place(20, 4), None, 0), Stack(place(12, 8), place(24, 8), None, 0)]
+    alone = Stack(place(20, 2), place(38, 2), None, 0)
+    packs = in_sequence([second[1], first[0], alone, *first[1:], second[0]], Whole(1, range(22), HEADS, 1), WHOLE)
+    assert [list(pack.stacks) for pack in packs] == [first, second, [alone]]
+    assert [pack.queries.trays[0].place.rows for pack in packs] == [range(8), range(8, 20), range(20, 22)]
+    assert [tray.is_shared and tray.is_full for pack in packs for tray in pack.keys.trays] == [True, True, False]
+
+
+def test_equal_ones_of_one_stack_may_be_in_several_runs():
+    equal = Stack(place(0, 4, repeats=2, spacing=9), place(0, 4, repeats=2, spacing=20), None, 0)
+    others = [Stack(place(4, 5), place(4, 5), None, 0), Stack(place(13, 3), place(24, 3), None, 0)]
+    packs = in_sequence([equal, *others], Whole(1, range(16), HEADS, 1), WHOLE)
+    found = [[(stack.queries.rows, stack.keys.rows) for stack in pack.stacks] for pack in packs]
+    assert found == [
+        [(range(4), range(4)), (range(4, 9), range(4, 9))],
+        [(range(9, 13), range(20, 24)), (range(13, 16), range(24, 27))],
+    ]
+    half = in_sequence([equal, others[0]], Whole(1, range(16), HEADS, 1), WHOLE)
+    assert [stack.queries.many for pack in half for stack in pack.stacks] == [1, 1, 1]
+
+
+def test_equal_ones_that_are_apart_stay_one_stack():
+    equal = Stack(place(0, 4, repeats=3, spacing=9), place(0, 4, repeats=3, spacing=9), None, 0)
+    (pack,) = in_sequence([equal], WHOLE, WHOLE)
+    assert pack.stacks == (equal,)
+    assert not pack.queries.trays[0].is_shared
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=12))
+def test_whatever_lies_between_every_row_is_there_once(drawn):
+    """Rows of queries and keys are left out here and there: what goes together has none of them between."""
+    stacks, row, col = [], 0, 0
+    for length, skipped, unseen in drawn:
+        row, col = row + skipped, col + unseen
+        stacks.append(Stack(place(row, length), place(col, length), None, 0))
+        row, col = row + length, col + length
+    wholes = Whole(1, range(row), HEADS, 1), Whole(1, range(col), HEADS, 1)
+    packs = in_sequence(stacks, *wholes)
+    assert sorted(stack.queries.rows.start for pack in packs for stack in pack.stacks) == [
+        stack.queries.rows.start for stack in stacks
+    ]
+    gaps = sum(skipped + unseen > 0 for _, skipped, unseen in drawn[1:])
+    assert len(packs) == 1 + gaps
+    for pack in packs:
+        assert len(pack.stacks) == 1 or (pack.queries.trays[0].is_full and pack.keys.trays[0].is_full)
+
+
 def test_rows_of_a_slab():
     whole = Whole(1, range(16, N), HEADS, 1)
     assert bounds([square(16, 4), square(20, 20)], whole, whole) == ((0, 4, 24), (0, 4, 24))

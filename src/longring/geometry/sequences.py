@@ -7,7 +7,7 @@ and the last column. A hundred documents are sequences; so is any single stack, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -33,28 +33,81 @@ def window_of(stack: Stack) -> Window:
 
 
 def in_sequence(stacks: Sequence[Stack], queries: Whole, keys: Whole) -> list[Pack]:
-    """Packs: those of one window whose rows all follow each other go together, others one by one."""
+    """Packs: of those of one window the ones whose rows follow each other go together, others one by one."""
+    found: list[Pack] = []
+    for group in _by_window(stacks):
+        runs, others = _in_runs(group, queries, keys)
+        found += [pack(run, *_stretches(run, queries, keys)) for run in runs]
+        found += [apart([part]) for stack in others for part in stack.in_batches(MOST_AT_ONCE)]
+    return found
+
+
+def _by_window(stacks: Sequence[Stack]) -> Iterator[list[Stack]]:
+    """Each goes to the strictest window that leaves it as it is."""
     own = [window_of(stack) for stack in stacks]
     windows = sorted(set(own), key=_strictness)
     groups: dict[Window, list[Stack]] = {window: [] for window in windows}
-    for stack, window in zip(stacks, own, strict=True):  # to the strictest window that leaves it as it is
+    for stack, window in zip(stacks, own, strict=True):
         others = windows if None in window else [window]
         groups[next(one for one in others if _suits(stack, window, one))].append(stack)
-    found: list[Pack] = []
-    for group in filter(None, groups.values()):
-        of_queries = _stretch([stack.queries for stack in group], queries)
-        of_keys = _stretch([stack.keys for stack in group], keys)
-        are_many = sum(stack.queries.repeats for stack in group) > 1
-        if are_many and bounds(group, of_queries, of_keys) is not None:
-            found.append(pack(group, of_queries, of_keys))
+    return filter(None, groups.values())
+
+
+def _in_runs(group: list[Stack], queries: Whole, keys: Whole) -> tuple[list[list[Stack]], list[Stack]]:
+    """(those whose rows follow each other, run by run; the others): where a rank's chunks end, runs do."""
+    if sum(stack.queries.repeats for stack in group) == 1:
+        return [], group
+    if bounds(group, *_stretches(group, queries, keys)) is not None:
+        return [group], []
+    if queries.batch > 1 or _are_too_many(group):  # of several batch rows there is no stretch but all of them
+        return [], group
+    runs: list[list[_Piece]] = []
+    for piece in sorted(_pieces(group, queries, keys)):
+        if runs and piece.follows(runs[-1][-1]):
+            runs[-1].append(piece)
         else:
-            found += [apart([part]) for stack in group for part in stack.in_batches(MOST_AT_ONCE)]
-    return found
+            runs.append([piece])
+    cut = {piece.number for run in runs if len(run) > 1 for piece in run}
+    taken = [[piece.stack for piece in run] for run in runs if run[0].number in cut]
+    others = [stack for number, stack in enumerate(group) if number not in cut]
+    return [run for run in taken if len(run) > 1], [*(run[0] for run in taken if len(run) == 1), *others]
+
+
+MOST_PIECES = 4096  # to be put in order: of more, which are tiny, a launch for each stack is few launches
+
+
+def _are_too_many(group: Sequence[Stack]) -> bool:
+    return sum(stack.queries.repeats for stack in group) > MOST_PIECES
+
+
+class _Piece(NamedTuple):
+    """One of the repeats of a stack."""
+
+    queries: Span
+    keys: Span
+    number: int  # the stack's
+    stack: Stack
+
+    def follows(self, other: _Piece) -> bool:
+        return (self.queries[0], self.keys[0]) == (other.queries[1], other.keys[1])
+
+
+def _pieces(group: Sequence[Stack], queries: Whole, keys: Whole) -> Iterator[_Piece]:
+    for number, stack in enumerate(group):
+        if is_solid(stack.queries, queries) and is_solid(stack.keys, keys):
+            each = spans(stack.queries, queries), spans(stack.keys, keys), stack.in_batches(1)
+            for of_queries, of_keys, one in zip(*each, strict=True):
+                yield _Piece(of_queries, of_keys, number, one)
 
 
 def _strictness(window: Window) -> tuple[int, ...]:
     """The strictest first, and always in the same order: what is merged in another has other bits."""
     return window.count(None), *(-1 if side is None else side for side in window)
+
+
+def _stretches(stacks: Sequence[Stack], queries: Whole, keys: Whole) -> tuple[Whole, Whole]:
+    places = [stack.queries for stack in stacks], [stack.keys for stack in stacks]
+    return _stretch(places[0], queries), _stretch(places[1], keys)
 
 
 def _stretch(places: Sequence[Place], whole: Whole) -> Whole:
