@@ -219,6 +219,8 @@ def _of_sequences(
 ) -> Iterator[_Way]:
     """Everything in as few launches as there can be, if these are fewer, or spare copies or merging."""
     packs = _in_packs(uncut, operation, slab, asked)
+    if sum(len(step.stacks) for step in packs) < len(uncut):
+        return
     is_done = _is_the_result(packs, slab, asked)
     if len(packs) < len(alone) or is_done or _is_copied(alone):
         time = _time_of([step.stacks for step in packs], operation, asked)

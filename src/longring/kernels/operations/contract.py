@@ -98,7 +98,7 @@ class TakesMany(Operation, Protocol):
         ...
 
     def in_packs(self, stacks: Sequence[Stack], queries: Whole, keys: Whole) -> list[Pack]:
-        """The stacks in packs such as it takes, in as few as there can be."""
+        """The stacks in packs such as it takes, in as few as there can be; none where it does not take all of them."""
         ...
 
     def forward_many(self, q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> list[tuple[Tensor, Tensor]]:

@@ -64,6 +64,7 @@ class OfSequences:
     """Takes many sequences of one window at once, and any single band."""
 
     takes_anything = False
+    loses_wide_windows = False  # flash-attn 2 takes a limit to the right for none that is as large as there are keys
 
     def takes_many(self, has_dlse: bool) -> bool:
         return not has_dlse
@@ -77,7 +78,8 @@ class OfSequences:
         raise NotImplementedError
 
     def in_packs(self, stacks: Sequence[Stack], queries: Whole, keys: Whole) -> list[Pack]:
-        return in_sequence(stacks, queries, keys)
+        packs = in_sequence(stacks, queries, keys)
+        return [] if self.loses_wide_windows and any(map(_is_wide, packs)) else packs
 
     def forward_many(self, q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> list[tuple[Tensor, Tensor]]:
         (tray,), (of_keys,) = pack.queries.trays, pack.keys.trays
@@ -122,6 +124,12 @@ class OfSequences:
         mine = Rows(dout, out, rows.lse.float().contiguous(), dlse)
         dq, dk, dv = _swapped(*self._attend_backward(mine, q, k, v, how))
         return dq, dk, dv
+
+
+def _is_wide(pack: Pack) -> bool:
+    """Whether the limit to the right is that far: it hides something yet where queries are more than keys."""
+    right = common_window(pack.stacks).right
+    return right is not None and right >= max(len(stack.keys.rows) for stack in pack.stacks)
 
 
 def _swapped(*tensors: Tensor) -> list[Tensor]:

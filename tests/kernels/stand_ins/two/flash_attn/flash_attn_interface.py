@@ -1,4 +1,7 @@
-"""The arguments of flash-attn 2.7.0 to 2.8.4, in their order: those of a batch, and those of sequences."""
+"""The arguments of flash-attn 2.7.0 to 2.8.4, in their order: those of a batch, and those of sequences.
+
+A limit that is as large as there are keys is taken for none, as they do: to the right, wrong where queries are more.
+"""
 
 import plain
 import torch
@@ -103,9 +106,14 @@ def _flash_attn_varlen_backward(
     return _backward(bounds, given, (dq, dk, dv), told, window, dropout_p, softcap, alibi_slopes, rng_state)
 
 
+def _as_taken(window, bounds, k):
+    most = k.shape[1] if bounds is None else bounds[3]
+    return plain.window(*(-1 if side >= most else side for side in window))
+
+
 def _forward(bounds, q, k, v, scale, causal, window, dropout_p, softcap, alibi_slopes, return_softmax):
     assert (dropout_p, softcap, alibi_slopes, return_softmax) == (0.0, 0.0, None, False)
-    window = plain.window(*window)
+    window = _as_taken(window, bounds, k)
     pieces = plain.pieces(*(bounds or (None,) * 4), window)
     out, lse = plain.forward_of(pieces, q, k, v, scale, causal, window)
     return out, lse, torch.empty(0), torch.empty(2, dtype=torch.int64)
@@ -113,7 +121,7 @@ def _forward(bounds, q, k, v, scale, causal, window, dropout_p, softcap, alibi_s
 
 def _backward(bounds, given, into, told, window, dropout_p, softcap, alibi_slopes, rng_state):
     assert (dropout_p, softcap, alibi_slopes, rng_state) == (0.0, 0.0, None, None)
-    window = plain.window(*window)
+    window = _as_taken(window, bounds, given[2])
     pieces = plain.pieces(*(bounds or (None,) * 4), window)
     found = plain.backward_of(pieces, *given, *told, window)
     for memory, x in zip(into, found, strict=True):

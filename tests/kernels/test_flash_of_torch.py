@@ -1,0 +1,180 @@
+"""PyTorch's own flash attention for a GPU, for whose operations plain ones stand in: what it is told, and its traps."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import longring as lr
+from attending import tensors
+from choices import forget_choices
+from longring.kernels import fused, totals
+from longring.kernels.operations import cuda
+from longring.testing import Result, judge
+
+triton = pytest.importorskip("triton", reason="needs the package triton")
+pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs Triton's interpreter")
+
+N = 45
+PATTERNS = {
+    "causal": lr.Dense(),
+    "full": lr.Dense(causal=False),
+    "left window": lr.Dense(window=(7, 0)),
+    "both sides": lr.Dense(causal=False, window=(9, 4)),
+    "to the right": lr.Dense(causal=False, window=(0, 11)),
+    "without a limit": lr.Dense(causal=False, window=(None, 3)),
+    "documents": lr.Dense(documents=[0, 7, 8, 30, N]),
+    "windows in documents": lr.Dense(window=(7, 0), documents=[0, 3, 4, 30, N]),
+    "dilated": lr.Dilated([8, 16, N], [1, 2, 4]),
+}
+
+
+class Aten:
+    """The operations that are used, with their arguments in their order."""
+
+    def __init__(self, plain) -> None:
+        self.plain, self.called = plain, []
+
+    def _scaled_dot_product_flash_attention(self, q, k, v, dropout_p, is_causal, return_debug_mask, *, scale):
+        assert (dropout_p, return_debug_mask) == (0.0, False)
+        out, lse = self.plain.forward(*_swapped(q, k, v), scale, is_causal)
+        self.called.append("one")
+        return out.transpose(1, 2), lse, None, None
+
+    def _scaled_dot_product_flash_attention_backward(
+        self, dout, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, seed, offset, *, scale
+    ):
+        assert (cum_q, cum_k, max_q, max_k, dropout_p) == (None, None, q.shape[2], k.shape[2], 0.0)
+        self.called.append("one, backward")
+        return _swapped(*self.plain.backward(*_swapped(dout, q, k, v, out), lse, scale, is_causal, False))
+
+    def _flash_attention_forward(
+        self,
+        q,
+        k,
+        v,
+        cum_q,
+        cum_k,
+        max_q,
+        max_k,
+        dropout_p,
+        is_causal,
+        return_debug_mask,
+        *,
+        scale,
+        window_size_left,
+        window_size_right,
+    ):
+        assert (dropout_p, return_debug_mask) == (0.0, False)
+        pieces, window = self._told(q, k, cum_q, cum_k, max_q, max_k, window_size_left, window_size_right)
+        self.called.append("many")
+        return *self.plain.forward_of(pieces, q, k, v, scale, is_causal, window), None, None, None
+
+    def _flash_attention_backward(
+        self,
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        cum_q,
+        cum_k,
+        max_q,
+        max_k,
+        dropout_p,
+        is_causal,
+        rng_state,
+        unused,
+        *,
+        scale,
+        window_size_left,
+        window_size_right,
+    ):
+        assert dropout_p == 0.0
+        pieces, window = self._told(q, k, cum_q, cum_k, max_q, max_k, window_size_left, window_size_right)
+        self.called.append("many, backward")
+        return self.plain.backward_of(pieces, dout, q, k, v, out, lse, scale, is_causal, False, window)
+
+    def _told(self, q, k, cum_q, cum_k, max_q, max_k, left, right):
+        """As flash-attn 2 takes it: a limit that is as large as there are keys is none."""
+        window = self.plain.window(*(-1 if side >= max_k else side for side in (left, right)))
+        if cum_q is None:
+            assert (max_q, max_k) == (q.shape[1], k.shape[1])
+            return self.plain.pieces(None, None, None, None, window), window
+        return self.plain.pieces(cum_q, cum_k, max_q, max_k, window), window
+
+
+def _swapped(*tensors):
+    return [x.transpose(1, 2) for x in tensors]
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """Names of what was called, where parts wait for each other as on a GPU."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "stand_ins"))
+    import plain
+
+    aten = Aten(plain)
+    monkeypatch.setattr(cuda, "_aten", aten)
+    monkeypatch.setattr(cuda, "not_for", lambda *_, **__: None)
+    for module in (totals, fused):
+        monkeypatch.setattr(module, "is_lazy", lambda _: True)
+    forget_choices()
+    yield aten.called
+    forget_choices()
+    sys.modules.pop("plain", None)
+
+
+def check(pattern, outputs, given, q, k, v, dout, dlse=None):
+    out, lse = outputs
+    grads = torch.autograd.grad(outputs if dlse is not None else out, (q, k, v), given)
+    verdicts = judge(Result(out, lse, *grads), q, k, v, pattern, dout, dlse)
+    assert all(verdict.ok for verdict in verdicts), verdicts
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("d", [16, 20])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_every_pattern(called, name, kv_heads, d):
+    q, k, v, dout, dlse = tensors(2, N, N, 4, kv_heads, d, torch.bfloat16)
+    for slope in (None, dlse):
+        outputs = lr.attention(q, k, v, pattern=PATTERNS[name], kernel="flash", return_lse=True)
+        check(PATTERNS[name], outputs, dout if slope is None else (dout, slope), q, k, v, dout, slope)
+    if "window" in name or "documents" in name:
+        assert called[:2] == ["many", "many, backward"]
+        assert called[2] == "many"
+        assert set(called[3:]) == {"one, backward"}  # a gradient of lse is told in columns, stack by stack
+
+
+@pytest.mark.parametrize("schedule", ["ring", "exchange", "gather"])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_over_ranks(called, name, schedule):
+    q, k, v, dout, _ = tensors(1, N, N, 4, 2, 16, torch.bfloat16)
+    for layout in ("contiguous", "zigzag"):
+        options = {"ranks": 3, "kernel": "flash", "schedule": schedule, "layout": layout}
+        sim = lr.simulate(q, k, v, pattern=PATTERNS[name], **options)
+        check(PATTERNS[name], (sim.out, sim.lse), dout, q, k, v, dout)
+
+
+@pytest.mark.parametrize("n_q", [1, 9, 44])
+@pytest.mark.parametrize("name", ["causal", "left window", "both sides", "without a limit"])
+def test_fewer_queries_than_keys(called, name, n_q):
+    q, k, v, dout, _ = tensors(1, n_q, N, 4, 2, 16, torch.bfloat16)
+    outputs = lr.attention(q, k, v, pattern=PATTERNS[name], kernel="flash", return_lse=True)
+    check(PATTERNS[name], outputs, dout, q, k, v, dout)
+
+
+@pytest.mark.parametrize("offset", [0, 3, 20])
+@pytest.mark.parametrize("name", ["causal", "left window", "both sides", "without a limit"])
+def test_more_queries_than_keys(called, name, offset):
+    """Where a limit to the right may be as large as there are keys, and hides some of them yet."""
+    q, k, v, dout, _ = tensors(1, N, 20, 4, 2, 16, torch.bfloat16)
+    outputs = lr.attention(q, k, v, pattern=PATTERNS[name], kernel="flash", return_lse=True, query_offset=offset - 20)
+    grads = torch.autograd.grad(outputs[0], (q, k, v), dout)
+    got = Result(*outputs, *grads)
+    verdicts = judge(got, q, k, v, PATTERNS[name], dout, query_offset=offset - 20)
+    assert all(verdict.ok for verdict in verdicts), verdicts
