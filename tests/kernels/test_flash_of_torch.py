@@ -100,8 +100,7 @@ class Aten:
         return self.plain.backward_of(pieces, dout, q, k, v, out, lse, scale, is_causal, False, window)
 
     def _told(self, q, k, cum_q, cum_k, max_q, max_k, left, right):
-        """As flash-attn 2 takes it: a limit that is as large as there are keys is none."""
-        window = self.plain.window(*(-1 if side >= max_k else side for side in (left, right)))
+        window = self.plain.window(*self.plain.as_flash_attn_2_takes_it(left, right, max_k))
         if cum_q is None:
             assert (max_q, max_k) == (q.shape[1], k.shape[1])
             return self.plain.pieces(None, None, None, None, window), window

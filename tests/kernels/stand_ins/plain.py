@@ -67,6 +67,14 @@ def window(left: int, right: int) -> Window:
     return None if left == -1 else left, None if right == -1 else right
 
 
+def as_flash_attn_2_takes_it(left: int, right: int, most: int) -> tuple[int, int]:
+    """A limit of as many keys as there are is none; and where there is another, none is a limit of as many keys."""
+    left, right = (-1 if side >= most else side for side in (left, right))
+    if left >= 0 > right:
+        return left, most
+    return (most, right) if right >= 0 > left else (left, right)
+
+
 Pieces = list[tuple[slice, slice]]
 
 

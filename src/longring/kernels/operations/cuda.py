@@ -103,7 +103,7 @@ class Flash(_InSteps, OfSequences):
     """flash-attn 2 as PyTorch has it; windows and sequences by the operation below the one for a single call."""
 
     name = "flash"
-    loses_wide_windows = True
+    limits_want_keys = True
 
     def refusal(self, q: Tensor, head_dim: int) -> str | None:
         return not_for(q, head_dim, least=(8, 0), most=256, dtypes=_SIXTEEN_BITS)

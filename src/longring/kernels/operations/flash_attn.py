@@ -186,7 +186,7 @@ class FlashAttn2(_FlashAttn):
 
     name = "flash_attn_2"
     package = Package("flash-attn", "flash_attn.flash_attn_interface", "2.7.0", "pip install -U flash-attn")
-    loses_wide_windows = True
+    limits_want_keys = True
 
     def _limits(self, q: Tensor, head_dim: int) -> str | None:
         return _limits(q, head_dim, least=(8, 0))

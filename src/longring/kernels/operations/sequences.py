@@ -64,7 +64,7 @@ class OfSequences:
     """Takes many sequences of one window at once, and any single band."""
 
     takes_anything = False
-    loses_wide_windows = False  # flash-attn 2 takes a limit to the right for none that is as large as there are keys
+    limits_want_keys = False  # a window is mistaken where queries are more than keys, as flash-attn 2 does
 
     def takes_many(self, has_dlse: bool) -> bool:
         return not has_dlse
@@ -79,7 +79,7 @@ class OfSequences:
 
     def in_packs(self, stacks: Sequence[Stack], queries: Whole, keys: Whole) -> list[Pack]:
         packs = in_sequence(stacks, queries, keys)
-        return [] if self.loses_wide_windows and any(map(_is_wide, packs)) else packs
+        return [] if self.limits_want_keys and any(map(_is_mistaken, packs)) else packs
 
     def forward_many(self, q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> list[tuple[Tensor, Tensor]]:
         (tray,), (of_keys,) = pack.queries.trays, pack.keys.trays
@@ -126,10 +126,10 @@ class OfSequences:
         return dq, dk, dv
 
 
-def _is_wide(pack: Pack) -> bool:
-    """Whether the limit to the right is that far: it hides something yet where queries are more than keys."""
-    right = common_window(pack.stacks).right
-    return right is not None and right >= max(len(stack.keys.rows) for stack in pack.stacks)
+def _is_mistaken(pack: Pack) -> bool:
+    """By flash-attn 2, to which as many keys as there are to the right are no limit, and no limit is as many keys."""
+    has_limits = common_window(pack.stacks) != (None, None)
+    return has_limits and any(len(stack.queries.rows) > len(stack.keys.rows) for stack in pack.stacks)
 
 
 def _swapped(*tensors: Tensor) -> list[Tensor]:

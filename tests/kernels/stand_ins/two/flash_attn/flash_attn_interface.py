@@ -1,6 +1,7 @@
 """The arguments of flash-attn 2.7.0 to 2.8.4, in their order: those of a batch, and those of sequences.
 
-A limit that is as large as there are keys is taken for none, as they do: to the right, wrong where queries are more.
+A limit that is as large as there are keys is taken for none, and no limit beside another for as many keys, as they do:
+to the right both are wrong where queries are more.
 """
 
 import plain
@@ -108,7 +109,7 @@ def _flash_attn_varlen_backward(
 
 def _as_taken(window, bounds, k):
     most = k.shape[1] if bounds is None else bounds[3]
-    return plain.window(*(-1 if side >= most else side for side in window))
+    return plain.window(*plain.as_flash_attn_2_takes_it(*window, most))
 
 
 def _forward(bounds, q, k, v, scale, causal, window, dropout_p, softcap, alibi_slopes, return_softmax):
