@@ -56,9 +56,12 @@ def test_a_record_is_continued_by_the_same_code_on_the_same_machine(tmp_path):
     path = tmp_path / "record.json"
     later = record()
     assert not later.continues(path)
-    record(dense=[row()]).save(path)
+    earlier = record(dense=[row()])
+    earlier.missing, earlier.failures = ["a peer"], ["a failure"]
+    earlier.save(path)
     assert later.continues(path)
     assert later.scenarios == {"dense": [row()]}
+    assert (later.missing, later.failures) == (["a peer"], ["a failure"])
     assert later.line == "the command; the command"
     other = record()
     other.commit = "another"

@@ -122,6 +122,7 @@ class Record:
             return False
         self.line = f"{earlier.line}; {self.line}"
         self.seconds, self.scenarios = earlier.seconds, earlier.scenarios
+        self.missing, self.failures = earlier.missing, earlier.failures
         return True
 
     def to_json(self) -> dict[str, Any]:

@@ -29,6 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     record.commit = options.commit or record.commit
     if options.only and record.continues(options.out):
         sys.stdout.write(f"continuing {options.out}, which has {', '.join(record.scenarios)}\n")
+        stage.missing, stage.failures = record.missing, record.failures
 
     def tell(name: str, rows: list[Row]) -> None:
         sys.stdout.write(f"\n{TITLES[name]} ({record.seconds[name]:.0f} s)\n{plain(rows)}")
