@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import longring as lr
 import stacking
-from longring.kernels.operations.sequences import OfSequences
+from longring.geometry.sequences import Window
+from longring.kernels.operations.contract import Rows
+from longring.kernels.operations.sequences import How, OfSequences
 from longring.kernels.operations.triton import TritonTiles
 from longring.kernels.select import KERNELS
 from longring.testing import Result, judge
@@ -173,3 +176,85 @@ def test_a_known_call_never_waits_and_can_be_captured(kernel, pattern):
         graph.replay()
         torch.cuda.synchronize()
     assert torch.equal(out, want)
+
+
+# -------------------------------------------------------------------------------------- beyond what a launch takes
+
+
+def in_pieces(x, length):
+    return x.detach().float().unflatten(1, (-1, length)).flatten(0, 1).transpose(1, 2)
+
+
+@pytest.mark.parametrize("kernel", [*OF_FLASH, "triton", "auto"])
+def test_more_sequences_than_an_axis_of_a_grid_has(kernel):
+    """And a backward that holds whole blocks for each of them does not hold all of them at once."""
+    length, many = 16, (1 << 16) + 3
+    q, k, v, dout = stacking.draw(*[(1, many * length, 2, 64)] * 4, dtype=torch.bfloat16, device="cuda")
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    if kernel != "auto":
+        willing(kernel, q, k)
+    bounds = [0, 5, *range(2 * length, many * length, length), many * length]  # the first two are others than the rest
+    out = lr.attention(q, k, v, pattern=lr.Dense(documents=bounds), kernel=kernel)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    got = [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+    assert torch.cuda.max_memory_allocated() - before < 8 * q.nbytes + (1 << 29)
+    pieces = [in_pieces(x, length).requires_grad_() for x in (q, k, v)]
+    plain = F.scaled_dot_product_attention(*pieces, is_causal=True)
+    want = [plain, *torch.autograd.grad(plain, pieces, in_pieces(dout, length))]
+    for mine, its in zip(got, want, strict=True):
+        mine = in_pieces(mine, length)[2:]
+        assert (mine - its[2:]).norm() < 1e-2 * its[2:].norm()
+
+
+@pytest.mark.parametrize("kernel", ["flash_attn_2", "flash"])
+def test_what_one_group_of_stacks_is_refused_for_is_not_left_out(kernel):
+    n, offset = 1 << 18, 0
+    q, k, v, dout = stacking.draw(
+        *[(1, n + more, 2, 64) for more in (90, 50, 50, 90)], dtype=torch.bfloat16, device="cuda"
+    )
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    willing(kernel, q, k)
+    results = []
+    for name in (kernel, "triton"):
+        pattern = lr.Dilated([4, 4, 4, 300], [2, 2, 2, 1])
+        out, lse = lr.attention(q, k, v, pattern=pattern, kernel=name, query_offset=offset, return_lse=True)
+        results.append([lse.detach().exp(), out.detach(), *torch.autograd.grad(out, (q, k, v), dout)])
+    for mine, its in zip(*results, strict=True):
+        assert (mine - its).float().norm() < 1e-2 * its.float().norm()
+
+
+@pytest.mark.parametrize("kernel", ["flash_attn_2", "flash"])
+@pytest.mark.parametrize("window", [Window(255, 0), Window(None, 0)])
+def test_batch_rows_further_apart_than_32_bits_can_say(kernel, window):
+    if torch.cuda.mem_get_info()[0] < 100 << 30:
+        pytest.skip("needs 100 GiB of a GPU")
+    (operation,) = KERNELS[kernel]._operations
+    n = 1 << 20 if window.left else 1 << 15
+    heads = (1 << 31) // (128 * n) if window.left else 512
+    q, k, v, dout = (torch.randn(2, heads, n, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    willing(kernel, q.transpose(1, 2), k.transpose(1, 2))
+    how = How(128**-0.5, window)
+    out, lse = operation._forward(q, k, v, how)
+    got = operation._backward(Rows(dout, out, lse, None), q, k, v, how)
+    one = [x[1:] for x in (dout, out, lse, q, k, v)]
+    want = operation._backward(Rows(*one[:3], None), *one[3:], how)
+    for mine, its in zip(got, want, strict=True):
+        part = slice(None, None, max(1, n // 4096))
+        assert (mine[1:, :, part] - its[:, :, part]).float().norm() < 1e-2 * its[:, :, part].float().norm()
+
+
+def test_a_large_gradient_of_lse_in_float16():
+    """As of a loss that is scaled for it."""
+    for kernel in ("flash", "cudnn", "flash_attn_3", "auto"):
+        q, k, v, _, dlse = (x.detach() for x in tensors())
+        q, k, v = (x.half().requires_grad_() for x in (q, k, v))
+        if kernel != "auto" and KERNELS[kernel].refusal(q, k) is not None:
+            continue
+        grads = []
+        for scale in (1.0, 30000.0):
+            _, lse = lr.attention(q, k, v, kernel=kernel, return_lse=True)
+            grads.append([x.double() / scale for x in torch.autograd.grad(lse, (q, k), scale * dlse)])
+        for mine, its in zip(*grads, strict=True):
+            assert (mine - its).norm() < 2e-3 * its.norm()

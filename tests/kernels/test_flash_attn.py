@@ -386,11 +386,20 @@ def test_a_package_that_is_not_installed(install, on_gpu, kind):
         lr.attention(q, k, v, kernel=kind.name)
 
 
+def test_flash_attn_3_that_does_not_say_how_it_was_built(install, on_gpu, tmp_path):
+    """As others package it: refused, and no error of an import."""
+    folder = tmp_path / "without"
+    folder.mkdir()
+    (folder / "flash_attn_interface.py").write_text("")
+    install(FlashAttn3, folder=folder)
+    assert "flash_attn_config cannot be imported" in FlashAttn3().refusal(torch.empty(0), 64)
+
+
 @pytest.mark.parametrize(
     ("kind", "old", "least"),
     [
-        (FlashAttn2, "2.6.3", "2.7.0"),
-        (FlashAttn2, "1.0.9", "2.7.0"),
+        (FlashAttn2, "2.7.4.post1", "2.8.0"),
+        (FlashAttn2, "1.0.9", "2.8.0"),
         (FlashAttn3, "3.0.0b1", "3.0.0"),
         (FlashAttn4, "4.0.0b9", "4.0.0b36"),
     ],
@@ -404,8 +413,7 @@ def test_a_version_with_other_arguments(install, on_gpu, kind, old, least):
 @pytest.mark.parametrize(
     ("kind", "new"),
     [
-        (FlashAttn2, "2.7.0"),
-        (FlashAttn2, "2.7.4.post1"),
+        (FlashAttn2, "2.8.0"),
         (FlashAttn2, "2.8.3.post1+cu12torch2.11cxx11abiTRUE"),
         (FlashAttn3, "3.0.0+cu130"),
         (FlashAttn3, "3.0.1"),

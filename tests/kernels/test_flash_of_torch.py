@@ -12,8 +12,10 @@ import longring as lr
 from attending import tensors
 from choices import forget_choices
 from longring.kernels import fused, totals
-from longring.kernels.operations import cuda
+from longring.kernels.operations import cuda, sequences
 from longring.testing import Result, judge
+from longring.testing.budgets import relative_error
+from longring.testing.oracle import oracle
 
 triton = pytest.importorskip("triton", reason="needs the package triton")
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs Triton's interpreter")
@@ -177,3 +179,55 @@ def test_more_queries_than_keys(called, name, offset):
     got = Result(*outputs, *grads)
     verdicts = judge(got, q, k, v, PATTERNS[name], dout, query_offset=offset - 20)
     assert all(verdict.ok for verdict in verdicts), verdicts
+
+
+# ------------------------------------------------------------------------------- far batch rows, large gradients
+
+
+def test_how_far_batch_rows_may_be_apart():
+    def far(many, heads, rows, d):
+        return sequences.has_far_batch_rows(torch.empty(many, heads, rows, d, device="meta"))
+
+    assert far(2, 16, 1 << 20, 128)
+    assert far(2, 16, (1 << 20) - 1, 127)  # it rounds up
+    assert not far(1, 16, 1 << 20, 128)
+    assert not far(2, 16, (1 << 20) - 128, 128)
+
+
+@pytest.mark.parametrize("name", ["causal", "full", "left window", "dilated"])
+def test_far_batch_rows_go_one_by_one(called, monkeypatch, name):
+    for module in (cuda, sequences):
+        monkeypatch.setattr(module, "has_far_batch_rows", lambda q: q.shape[0] > 1)
+    q, k, v, dout, dlse = tensors(3, N, N, 4, 2, 16, torch.bfloat16)
+    for slope in (None, dlse):
+        called.clear()
+        outputs = lr.attention(q, k, v, pattern=PATTERNS[name], kernel="flash", return_lse=True)
+        check(PATTERNS[name], outputs, dout if slope is None else (dout, slope), q, k, v, dout, slope)
+        assert sum("backward" in one for one in called) >= 3
+
+
+@pytest.mark.parametrize("size", [0.01, 1.0, 30000.0])
+def test_gradients_of_lse_of_any_size_in_float16(called, size):
+    """A loss that is scaled for float16 has them beyond what float16 can say."""
+    q, k, v, dout, dlse = tensors(1, N, N, 4, 2, 16, torch.float16)
+    _, lse = lr.attention(q, k, v, kernel="flash", return_lse=True)
+    got = torch.autograd.grad(lse, (q, k), size * dlse)
+    want = oracle(q, k, v, lr.Dense(), 0 * dout, size * dlse)
+    assert max(map(relative_error, got, (want.dq, want.dk))) < 4 * torch.finfo(torch.float16).eps
+
+
+# --------------------------------------------------------------------------------- what is behind PyTorch's flash
+
+
+def test_flash_attn_4_behind_it_is_refused_and_noticed(called, monkeypatch):
+    q, k, v, *_ = tensors(1, N, N, 4, 2, 16, torch.bfloat16)
+    lr.attention(q, k, v, kernel="sdpa")
+    taken = len(called)
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4")
+    with pytest.raises(lr.KernelRefusal, match="activate_flash_attention_impl"):
+        lr.attention(q, k, v, kernel="flash")
+    lr.attention(q, k, v, kernel="sdpa")
+    assert len(called) == taken
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
+    lr.attention(q, k, v, kernel="flash")
+    assert len(called) > taken

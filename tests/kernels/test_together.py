@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from functools import lru_cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from longring.geometry.task import Task, tiles_over_all_keys
 from longring.kernels import fused, recipes, select, totals
 from longring.kernels.fused import FusedKernel
 from longring.kernels.operations.cpu import CpuFlash
+from longring.kernels.operations.cuda import Flash
 from longring.kernels.operations.flash_attn import FlashAttn2, FlashAttn3, FlashAttn4
 from longring.kernels.operations.triton import TritonTiles
 from longring.kernels.recipes import Alone, Asked, Together
@@ -436,3 +439,59 @@ def test_the_host_may_be_slow_while_the_device_is_busy(hopper):
     documents = [0, *(i * (i + 1) * 3 for i in range(1, 60)), 98304]
     _, packs = steps("forward", lr.Dense(documents=documents), 98304, 16, 128, packages=False)
     assert packs == []
+
+
+# ------------------------------------------------------------------------------------------ nothing is left out
+
+
+CHUNKS = [9, 11, 11, 9, 10, 10, 11, 10, 10, 9, 10, 10, 11, 10, 10, 10, 10, 10, 3]
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("kind", ["ampere", "hopper"])
+@pytest.mark.parametrize("among", ["flash", "torch's", "all"])
+def test_what_is_not_taken_is_not_left_out(generation, kind, which, among):
+    """Uneven chunks of one rank and a wide window: of one group of them flash-attn 2 would mistake a window."""
+    generation(kind)
+    ends = [500 * sum(CHUNKS[:i]) for i in range(len(CHUNKS) + 1)]
+    layout = from_ranges([[range(a, b) for a, b in pairwise(ends)]])
+    n = ends[-1]
+    task = Task(lr.Dense(window=(82500, 0)), Problem(1, n, n, 16, 0), layout, layout, 16)
+    found = tiles_between(task, 0, 0)
+    size = torch.Size((1, n, 16, 128))
+    asked = Asked(which, size, size, torch.bfloat16, torch.device("cuda:0"), True, True, False)
+    operations = {"flash": (Flash(),), "torch's": installed(()), "all": installed((FlashAttn2(),))}[among]
+    legs = recipes.recipe(operations, found, asked)
+    planned = sum(stack.pairs for leg in legs for step in leg.steps for stack in step.stacks)
+    assert planned == sum(tile.pairs for tile in found)
+
+
+SHORT = {"equal": [16], "in turns": [8, 24], "of any length": random.Random(0).choices(range(1, 33), k=9001)}
+
+
+@pytest.mark.parametrize("packages", [(FlashAttn4(),), (FlashAttn3(),), ()], ids=["four", "three", "none"])
+@pytest.mark.parametrize("lengths", SHORT)
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_short_sequences_are_no_more_than_a_launch_has_room_for(hopper, which, packages, lengths):
+    """A grid ends at 65,535; and a backward holds float32 sums for whole blocks of each sequence."""
+    n, heads, d = 1 << 17, 8, 64
+    each, bounds = SHORT[lengths], [0]
+    while bounds[-1] < n:
+        bounds.append(min(n, bounds[-1] + each[len(bounds) % len(each)]))
+    many = len(bounds) - 1
+    assert many > 1 << 12
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipes, "MOST_AT_ONCE", 1 << 11)
+        recipes.forget()
+        operations = packages[:1] or (Flash(),)
+        size = torch.Size((1, n, heads, d))
+        asked = Asked(which, size, size, torch.bfloat16, torch.device("cuda:0"), True, True, True)
+        tiles = tuple(stacking.pattern_tiles(lr.Dense(documents=bounds), 1, n, heads, heads))
+        legs = recipes.recipe(operations, tiles, asked)
+    recipes.forget()
+    sequences = [sum(stack.queries.many for stack in step.stacks) for leg in legs for step in leg.steps]
+    assert sum(sequences) == many
+    assert max(sequences) <= 1 << 11
+    assert len(sequences) < many // 50
+    if which == "backward":
+        assert 128 * max(sequences) * heads * d * 4 <= max(n * heads * d * 4, 1 << 28)

@@ -8,7 +8,7 @@ import torch
 import longring as lr
 from longring.numerics.online_softmax import accumulator_dtype
 from longring.testing import Case, Result, budgets, conformance, judge, oracle
-from longring.testing.budgets import distance, relative_error
+from longring.testing.budgets import Verdict, distance, relative_error
 
 CAUSAL = [Case("causal", lr.Dense(causal=True)), Case("grouped", lr.Dense(causal=True), kv_heads=2)]
 
@@ -190,3 +190,9 @@ def test_errors_see_nan_and_infinities():
     assert distance(torch.tensor([1.0, -torch.inf]), torch.tensor([1.0, -torch.inf])) == 0
     assert relative_error(2 * ones, ones) == pytest.approx(1.0)
     assert distance(ones[:1], ones) == distance(ones.unsqueeze(0), ones) == float("inf")
+
+
+def test_nan_is_right_by_no_budget():
+    """In float16 the yardstick itself may overflow, and then allows everything."""
+    assert not Verdict("dq", error=float("inf"), allowed=float("inf")).ok
+    assert Verdict("dq", error=0.1, allowed=0.1).ok

@@ -24,6 +24,7 @@ HELD_UNTIL_DONE = 2  # where one look brings everything: no more than a float32 
 ALWAYS_HELD = 1 << 26  # bytes that may wait in any case
 PACKED = 2  # times the total's size: what one launch of many stacks may leave
 PACKED_IN_ANY_CASE = 1 << 26  # bytes
+PADDED_IN_ANY_CASE = 1 << 28  # bytes that a backward may hold for sequences shorter than a block; else a float32 total
 MERGED_AT_ONCE = 16  # parts that one pass takes; more of them take several, through an accumulator
 
 
@@ -55,7 +56,7 @@ def portions(slab: Slab, q: Shaped, k: Shaped, *, is_first: bool, is_lazy: bool)
         yield from stack.split(limit)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)  # of thousands of documents each is megabytes, and recipes are remembered besides
 def with_bands(tiles: tuple[Tile, ...], share: int) -> tuple[Stack, ...]:
     """The stacks of tiles as they are, for an operation that knows windows."""
     return tuple(stacks(tiles, share))
@@ -67,7 +68,7 @@ def has_most(place: Place, slab: Slab, x: Shaped) -> bool:
     return 2 * place.many * place.heads * len(place.rows) > batch * heads * len(slab.rows)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)  # of thousands of documents each is megabytes, and recipes are remembered besides
 def _all_stacks(tiles: tuple[Tile, ...], share: int) -> tuple[Stack, ...]:
     return tuple(stacks([piece for tile in tiles for piece in without_bands(tile)], share))
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from .ranges import look, moved
-from .tiles import Tile, shape_of
+from .tiles import Tile, pairs_in_band, shape_of
 
 
 class Shaped(Protocol):
@@ -106,6 +106,12 @@ class Stack(NamedTuple):
     @property
     def limits(self) -> tuple[int | None, int | None]:
         return self.lo, self.hi
+
+    @property
+    def pairs(self) -> int:
+        """Of a query and a key, by kv head, as a tile counts them."""
+        each = pairs_in_band(len(self.queries.rows), len(self.keys.rows), self.lo, self.hi)
+        return each * self.queries.many * len(self.queries.kv_heads)
 
     def in_batches(self, most: int) -> Iterator[Stack]:
         """The same work in stacks of at most so many repeats or batch rows."""

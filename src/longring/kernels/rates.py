@@ -227,6 +227,7 @@ SECOND = ("flash_attn_2", "flash")  # flash-attn 2, which is one, and knows of n
 def cost_alone(name: str, which: Pass, size: Size, kind: str, *, copies: int = 0) -> Cost:
     """Of a launch for one stack, with so many tensors copied for it or after it."""
     backward = which == "backward"
+    size = size._replace(rows=max(size.rows, BLOCK), cols=max(size.cols, BLOCK))  # what is less takes as long
     rate = getattr(_nearest(size), name if name in MEASURED else "flash")[backward] * 1e12 * _factor(name, kind)
     work = size.flops * (2.5 if backward else 1)
     copied = copies * size.heads * size.rows * size.d * 2 * 2 / COPIED

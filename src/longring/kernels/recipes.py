@@ -14,7 +14,16 @@ from typing import NamedTuple
 import torch
 
 from ..geometry.packs import Pack, Whole
-from ..geometry.portions import PACKED, PACKED_IN_ANY_CASE, has_most, portions, stretches, with_bands
+from ..geometry.portions import (
+    MOST_AT_ONCE,
+    PACKED,
+    PACKED_IN_ANY_CASE,
+    PADDED_IN_ANY_CASE,
+    has_most,
+    portions,
+    stretches,
+    with_bands,
+)
 from ..geometry.slabs import Slab
 from ..geometry.stacks import Stack
 from ..geometry.tiles import Tile, pairs_in_band
@@ -101,9 +110,12 @@ def _written(operations: tuple[Operation, ...], tiles: tuple[Tile, ...], asked: 
 
 
 def _steps(operations: tuple[Operation, ...], slab: Slab, asked: Asked) -> tuple[Alone | Together, ...]:
-    found = tuple(portions(slab, _Shape(asked.q), _Shape(asked.k), is_first=asked.is_first, is_lazy=asked.is_lazy))
+    cut = portions(slab, _Shape(asked.q), _Shape(asked.k), is_first=asked.is_first, is_lazy=asked.is_lazy)
+    found = tuple(part for stack in cut for part in _with_room(stack, slab, asked))
     alone = [_alone(operations, stack, slab, len(found) > 1, asked) for stack in found]
-    return tuple(_gathered(operations, alone, slab, asked))
+    steps = tuple(_gathered(operations, alone, slab, asked))
+    assert sum(stack.pairs for step in steps for stack in step.stacks) == sum(tile.pairs for tile in slab.tiles)
+    return steps
 
 
 def _needs_room(steps: Sequence[Alone | Together], asked: Asked) -> bool:
@@ -118,6 +130,12 @@ def _is_the_result(steps: Sequence[Alone | Together], slab: Slab, asked: Asked) 
     trays = [(steps[0].pack.queries.trays, _queries(slab, asked))]
     trays += [(steps[0].pack.keys.trays, _keys(slab, asked))] * (asked.which == "backward")
     return all(len(some) == 1 and some[0].is_full and some[0].place == whole.place for some, whole in trays)
+
+
+def _with_room(stack: Stack, slab: Slab, asked: Asked) -> Iterator[Stack]:
+    """As it is; of many that are shorter than a block, which a backward holds in whole ones, so many at a time."""
+    is_short = asked.is_lazy and len(stack.queries.rows) < BLOCK
+    return stack.in_batches(_most_sequences(slab, asked)) if is_short else iter((stack,))
 
 
 class _Shape(NamedTuple):
@@ -219,7 +237,7 @@ def _of_sequences(
 ) -> Iterator[_Way]:
     """Everything in as few launches as there can be, if these are fewer, or spare copies or merging."""
     packs = _in_packs(uncut, operation, slab, asked)
-    if sum(len(step.stacks) for step in packs) < len(uncut):
+    if not packs:
         return
     is_done = _is_the_result(packs, slab, asked)
     if len(packs) < len(alone) or is_done or _is_copied(alone):
@@ -238,7 +256,7 @@ def _of_anything(
     """Everything in one launch; or of all choices of the smallest, whose launches cost more than they compute, one."""
     if len(alone) == 1 and not _is_copied(alone):
         return
-    time = _time_of(_few_at_a_time(uncut, slab, asked), operation, asked)
+    time = _time_of(_few_at_a_time(uncut, operation, slab, asked), operation, asked)
     merging = _merging(_is_all(uncut, slab, asked), slab, asked)
     yield _Way((time + merging) / WORTH_IT, lambda: _in_packs(uncut, operation, slab, asked))
     if len(alone) == 1:
@@ -308,26 +326,50 @@ def _times(by_itself: Sequence[Cost], with_others: Sequence[Cost]) -> list[float
     return times
 
 
-def _few_at_a_time(stacks: Sequence[Stack], slab: Slab, asked: Asked) -> list[list[Stack]]:
+def _few_at_a_time(stacks: Sequence[Stack], operation: TakesMany, slab: Slab, asked: Asked) -> list[list[Stack]]:
     """So many that their results, which all wait at once, are not much more than the whole; those of keys as well."""
     always = PACKED_IN_ANY_CASE // (asked.q[3] * asked.dtype.itemsize)
     most = max(PACKED * _whole(slab, asked), always)
     most_keys = max(PACKED * _keys(slab, asked).lines, always) if asked.which == "backward" else inf
+    most_sequences = inf if operation.takes_anything else _most_sequences(slab, asked)
+    if sum(stack.queries.many for stack in stacks) > most_sequences:
+        parts = (part for stack in stacks for part in _in_a_row(stack, int(most_sequences)))
+        stacks = sorted(parts, key=lambda part: (part.queries.batch.start, part.queries.rows.start))
     found: list[list[Stack]] = []
-    lines = keys = inf
+    lines = keys = sequences = inf
     for stack in stacks:
-        lines, keys = lines + stack.queries.lines, keys + stack.keys.lines
-        if lines > most or keys > most_keys:
+        mine = stack.queries.lines, stack.keys.lines, stack.queries.many
+        lines, keys, sequences = lines + mine[0], keys + mine[1], sequences + mine[2]
+        if lines > most or keys > most_keys or sequences > most_sequences:
             found.append([])
-            lines, keys = stack.queries.lines, stack.keys.lines
+            lines, keys, sequences = mine
         found[-1].append(stack)
     return found
 
 
+FEW = 64  # repeats: of more, which something lies between, a launch of their own is worth it
+
+
+def _in_a_row(stack: Stack, most: int) -> Iterator[Stack]:
+    """In stacks of at most so many, and between whose repeats nothing lies, where these are few."""
+    place = stack.queries
+    has_gaps = place.repeats > 1 and place.spacing != len(place.rows)
+    return stack.in_batches(1 if has_gaps and place.repeats <= FEW else most)
+
+
+def _most_sequences(slab: Slab, asked: Asked) -> int:
+    """As a grid has room for; and in a backward, of which each is held in whole blocks of float32, as memory has."""
+    if asked.which == "forward":
+        return MOST_AT_ONCE
+    padded = max(_whole(slab, asked), PADDED_IN_ANY_CASE // (4 * asked.q[3]))
+    return max(1, min(MOST_AT_ONCE, padded // (BLOCK * asked.q[2])))
+
+
 def _in_packs(stacks: Sequence[Stack], operation: TakesMany, slab: Slab, asked: Asked) -> list[Together]:
-    few_at_a_time, whole = _few_at_a_time(stacks, slab, asked), (_queries(slab, asked), _keys(slab, asked))
-    packs = (pack for few in few_at_a_time for pack in operation.in_packs(few, *whole))
-    return [Together(pack, operation) for pack in packs]
+    """Everything, or nothing where some of it is not taken."""
+    whole = _queries(slab, asked), _keys(slab, asked)
+    found = [operation.in_packs(few, *whole) for few in _few_at_a_time(stacks, operation, slab, asked)]
+    return [Together(pack, operation) for packs in found for pack in packs] if all(found) else []
 
 
 def _whole(slab: Slab, asked: Asked) -> int:

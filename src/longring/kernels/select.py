@@ -12,9 +12,10 @@ from .contract import Kernel
 from .fused import FusedKernel
 from .operations.contract import Operation
 from .operations.cpu import CpuFlash
-from .operations.cuda import Cudnn, Efficient, Flash
+from .operations.cuda import Cudnn, Efficient, Flash, behind_flash
 from .operations.flash_attn import FlashAttn2, FlashAttn3, FlashAttn4
 from .operations.triton import TritonTiles
+from .recipes import forget
 from .reference import ReferenceKernel
 
 TORCH: tuple[Operation, ...] = (CpuFlash(), Cudnn(), Flash(), Efficient())
@@ -40,6 +41,7 @@ def check_kernel(name: str) -> None:
 def select_kernel(name: str, q: Tensor, k: Tensor, *, deterministic: bool = False) -> tuple[Kernel, str]:
     """(the kernel called `name`, or with "auto" the fastest that does not refuse; why it)."""
     check_kernel(name)
+    _notice_another_flash()
     if name == "auto":
         return _fastest(q, k, deterministic)
     reason, kernel = None, KERNELS[name]
@@ -68,6 +70,15 @@ def _fastest(q: Tensor, k: Tensor, deterministic: bool) -> tuple[Kernel, str]:
 
 
 _chosen: dict[tuple[torch.device, torch.dtype, int, bool], tuple[Kernel, str]] = {}
+_behind_flash: list[str | None] = [None]
+
+
+def _notice_another_flash() -> None:
+    """What was found out with another flash attention in PyTorch does not hold any more."""
+    if _behind_flash != [now := behind_flash()]:
+        _behind_flash[:] = [now]
+        _chosen.clear()
+        forget()
 
 
 def _choose(q: Tensor, deterministic: bool) -> tuple[Kernel, str]:

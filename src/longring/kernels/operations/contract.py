@@ -117,15 +117,24 @@ def with_columns_for_dlse(
 ) -> tuple[Rows, Tensor, Tensor, Tensor]:
     """The gradient of lse told in columns: they make rowsum(dout * out), which is all that is used of out, less by it.
 
-    Where dout has ones and out has -dlse, in as many terms as its dtype needs for a float32; q, k and v have zeros.
+    Where dout has a unit and out has -dlse in such units, in as many terms as its dtype needs for a float32; q, k and v
+    have zeros.
     """
     dout, out, lse, dlse = rows
     assert dlse is not None
-    terms = _terms(-dlse, out.dtype)
-    ones = F.pad(dout.new_ones(*dout.shape[:-1], len(terms)), (0, columns - len(terms)))
+    unit = _unit(dlse) if out.dtype == torch.float16 else dlse.new_ones(())
+    terms = _terms(-dlse / unit, out.dtype)
+    units = F.pad(unit.to(dout.dtype).expand(*dout.shape[:-1], len(terms)), (0, columns - len(terms)))
     told = F.pad(torch.stack(terms, dim=-1), (0, columns - len(terms)))
     q, k, v = (F.pad(x, (0, columns)) for x in (q, k, v))
-    return Rows(torch.cat([dout, ones], dim=-1), torch.cat([out, told], dim=-1), lse, None), q, k, v
+    return Rows(torch.cat([dout, units], dim=-1), torch.cat([out, told], dim=-1), lse, None), q, k, v
+
+
+def _unit(x: Tensor) -> Tensor:
+    """A power of two in which the largest of x is some thousands: float16 knows nothing beyond 65,504, which a scaled
+    loss is soon, and little below 1e-4."""
+    largest = x.detach().abs().amax().nan_to_num(1.0, 1.0, 1.0).clamp_min(torch.finfo(x.dtype).tiny)
+    return torch.exp2((torch.log2(largest) - 12).floor().clamp(-14, 15))
 
 
 def _terms(x: Tensor, dtype: torch.dtype) -> list[Tensor]:

@@ -6,7 +6,8 @@ Their traps, and where they are met here:
 - cuDNN and flash want head dimensions in steps of 8: `_padded`;
 - efficient knows no grouped heads, pads its lse to 32 rows, and takes the rows of out to lie heads * d apart, whatever
   they do: `_expanded`, `_in_steps`, `_rows_together`;
-- an lse must be dense for the backward, float32, and [.., rows, 1] for cuDNN.
+- an lse must be dense for the backward, float32, and [.., rows, 1] for cuDNN;
+- behind flash there may be another since torch.nn.attention.activate_flash_attention_impl: `behind_flash`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .contract import Rows
-from .sequences import How, OfSequences
+from .sequences import Gradients, How, OfSequences, has_far_batch_rows, one_by_one
 
 _aten: Any = torch.ops.aten
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
@@ -50,6 +51,11 @@ def not_for(
     if (has := capability(q.device)) < least:
         return f"needs compute capability {least[0]}.{least[1]}, and {q.device} has {has[0]}.{has[1]}"
     return None
+
+
+def behind_flash() -> str | None:
+    """What PyTorch was told to take for its flash attention, "FA3" or "FA4"; None where that is its own."""
+    return getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
 
 
 class _InSteps:
@@ -104,8 +110,11 @@ class Flash(_InSteps, OfSequences):
 
     name = "flash"
     limits_want_keys = True
+    counts_to_two_billion = True
 
     def refusal(self, q: Tensor, head_dim: int) -> str | None:
+        if behind_flash() == "FA4":  # as which it takes head dimensions whose gradients are wrong
+            return "is flash-attn-4 since torch.nn.attention.activate_flash_attention_impl: take flash_attn_4 itself"
         return not_for(q, head_dim, least=(8, 0), most=256, dtypes=_SIXTEEN_BITS)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -116,6 +125,8 @@ class Flash(_InSteps, OfSequences):
     def backward(
         self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if has_far_batch_rows(q):
+            return one_by_one(lambda r, q, k, v: self.backward(r, q, k, v, causal, scale), rows, q, k, v)
         d, none = q.shape[-1], _no_seed(q.device)
         dout, out, q, k, v = _padded(rows.dout, rows.out, q, k, v)
         lse, sides = rows.lse.float().contiguous(), (q.shape[2], k.shape[2])
@@ -132,7 +143,7 @@ class Flash(_InSteps, OfSequences):
         )
         return out[..., :d], lse
 
-    def _attend_backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
+    def _attend_backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, how: How) -> Gradients:
         d, none = q.shape[-1], _no_seed(q.device)
         bounds, causal, window = _told(q, k, how)
         dout, q, k, v, out = _padded(rows.dout, q, k, v, rows.out)

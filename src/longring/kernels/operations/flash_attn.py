@@ -22,7 +22,7 @@ from torch import Tensor
 from ...geometry.sequences import Window
 from .contract import Homes, Rows
 from .cuda import capability, not_for, not_on_cuda
-from .sequences import How, OfSequences
+from .sequences import Gradients, How, OfSequences
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
@@ -185,8 +185,9 @@ class FlashAttn2(_FlashAttn):
     """flash-attn 2, for Ampere and later. It wants to be told of everything: it has no defaults."""
 
     name = "flash_attn_2"
-    package = Package("flash-attn", "flash_attn.flash_attn_interface", "2.7.0", "pip install -U flash-attn")
+    package = Package("flash-attn", "flash_attn.flash_attn_interface", "2.8.0", "pip install -U flash-attn")
     limits_want_keys = True
+    counts_to_two_billion = True
 
     def _limits(self, q: Tensor, head_dim: int) -> str | None:
         return _limits(q, head_dim, least=(8, 0))
@@ -197,13 +198,16 @@ class FlashAttn2(_FlashAttn):
         out, lse, *_ = forward(q, k, v, return_softmax=False, **_told(how, -1), **_NOTHING_ELSE)
         return out, lse
 
-    def _attend_backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
+    def _attend_backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, how: How) -> Gradients:
         functions = self._functions
         backward = functions._flash_attn_varlen_backward if how.sequences else functions._flash_attn_backward
         grads = _gradients_of(q, k, v)
         told = {"deterministic": self.is_deterministic, **_told(how, -1), **_NOTHING_ELSE}
         backward(rows.dout, q, k, v, rows.out, rows.lse, **grads, **told)
         return grads["dq"], grads["dk"], grads["dv"]
+
+
+FLAGS = "flash_attn_config"  # the module that says how flash-attn 3 was built
 
 
 class FlashAttn3(_FlashAttn):
@@ -222,7 +226,7 @@ class FlashAttn3(_FlashAttn):
             return reason
         if (has := capability(q.device))[0] != 9:
             return f"computes on Hopper (9.x) only, and {q.device} has {has[0]}.{has[1]}"
-        return self._left_out(q.dtype, head_dim)
+        return _broken(FLAGS) or self._left_out(q.dtype, head_dim)
 
     def _left_out(self, dtype: torch.dtype, head_dim: int) -> str | None:
         without = self._build_flags()
@@ -239,7 +243,7 @@ class FlashAttn3(_FlashAttn):
         return None
 
     def _build_flags(self) -> dict[str, bool]:
-        return _loaded("flash_attn_config").CONFIG["build_flags"]
+        return _loaded(FLAGS).CONFIG["build_flags"]
 
     def takes_many(self, has_dlse: bool) -> bool:
         without = self._build_flags()
@@ -250,7 +254,7 @@ class FlashAttn3(_FlashAttn):
         out, lse, *_ = self._functions._flash_attn_forward(q, k, v, **_told(how, -1))
         return out, lse
 
-    def _attend_backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
+    def _attend_backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, how: How) -> Gradients:
         grads = _gradients_of(q, k, v)
         told = _told(how, -1)
         told["is_causal"] = told.pop("causal")
@@ -260,7 +264,10 @@ class FlashAttn3(_FlashAttn):
 
 
 class FlashAttn4(_FlashAttn):
-    """flash-attn-4, written in CuTe, for Hopper and later. It takes the gradient of lse as it is."""
+    """flash-attn-4, written in CuTe, for Hopper and later. It takes the gradient of lse as it is.
+
+    It asks the current device what it is and for a stream, whatever device the tensors are on.
+    """
 
     name = "flash_attn_4"
     package = Package("flash-attn-4", "flash_attn.cute.interface", "4.0.0b36", "pip install longring[flash]")
@@ -301,11 +308,14 @@ class FlashAttn4(_FlashAttn):
         return self._backward(rows, q, k, v, How(scale, _window(causal), into=into))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self._functions._flash_attn_fwd(q, k, v, return_lse=True, **_told(how, None), **(how.into or {}))
+        told = {"return_lse": True, **_told(how, None), **(how.into or {})}
+        with torch.cuda.device_of(q):
+            out, lse, *_ = self._functions._flash_attn_fwd(q, k, v, **told)
         return out, lse
 
-    def _attend_backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
-        told = {"deterministic": self.is_deterministic, "dlse": rows.dlse, **_told(how, None)}
+    def _attend_backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, how: How) -> Gradients:
+        told = {"deterministic": self.is_deterministic, "dlse": rows.dlse, **_told(how, None), **(how.into or {})}
         given = q, k, v, rows.out, rows.dout, rows.lse
-        dq, dk, dv, *_ = self._functions._flash_attn_bwd(*given, **told, **(how.into or {}))
+        with torch.cuda.device_of(q):
+            dq, dk, dv, *_ = self._functions._flash_attn_bwd(*given, **told)
         return dq, dk, dv

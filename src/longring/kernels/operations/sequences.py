@@ -6,7 +6,7 @@ that are built on it have in common.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,6 +51,10 @@ def _whole(place: Place) -> Whole:
     return Whole(len(place.batch), place.rows, len(place.kv_heads), place.share)
 
 
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""dq, dk and dv."""
+
+
 class How(NamedTuple):
     """What is asked, besides the tensors: [many, rows, heads, d], or [rows, heads, d] of sequences."""
 
@@ -65,6 +69,7 @@ class OfSequences:
 
     takes_anything = False
     limits_want_keys = False  # a window is mistaken where queries are more than keys, as flash-attn 2 does
+    counts_to_two_billion = False  # of a batch row's float32 sums, as flash-attn 2's backward does to find the next
 
     def takes_many(self, has_dlse: bool) -> bool:
         return not has_dlse
@@ -73,7 +78,7 @@ class OfSequences:
         """(out, lse); of sequences lse is [heads, rows]."""
         raise NotImplementedError
 
-    def _attend_backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
+    def _attend_backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, how: How) -> Gradients:
         """dq, dk and dv. lse and dlse are dense, in float32."""
         raise NotImplementedError
 
@@ -118,12 +123,33 @@ class OfSequences:
         out, lse = self._attend(q, k, v, how)
         return out.transpose(1, 2), lse
 
-    def _backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
+    def _backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, how: How) -> Gradients:
+        if self.counts_to_two_billion and has_far_batch_rows(q):
+            return one_by_one(lambda r, q, k, v: self._backward(r, q, k, v, how), rows, q, k, v)
         dout, out, q, k, v = _swapped(rows.dout, rows.out, q, k, v)
         dlse = None if rows.dlse is None else rows.dlse.float().contiguous()
         mine = Rows(dout, out, rows.lse.float().contiguous(), dlse)
         dq, dk, dv = _swapped(*self._attend_backward(mine, q, k, v, how))
         return dq, dk, dv
+
+
+def has_far_batch_rows(q: Tensor) -> bool:
+    """Whether from one of several [heads, rows, d] to the next, in whole blocks, it is further than 32 bits can say."""
+    many, heads, rows, d = q.shape
+    return many > 1 and heads * (rows + -rows % 128) * (d + -d % 64) >= 1 << 31
+
+
+def one_by_one(
+    backward: Callable[[Rows, Tensor, Tensor, Tensor], Gradients], rows: Rows, q: Tensor, k: Tensor, v: Tensor
+) -> Gradients:
+    """A backward by batch row, or by repeat."""
+    found = []
+    for i in range(q.shape[0]):
+        dout, out, lse, q_, k_, v_ = (x[i : i + 1] for x in (rows.dout, rows.out, rows.lse, q, k, v))
+        dlse = None if rows.dlse is None else rows.dlse[i : i + 1]
+        found.append(backward(Rows(dout, out, lse, dlse), q_, k_, v_))
+    dq, dk, dv = (torch.cat(some) for some in zip(*found, strict=True))
+    return dq, dk, dv
 
 
 def _is_mistaken(pack: Pack) -> bool:
