@@ -312,6 +312,14 @@ class TestOnHopper:
 
 
 @pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize(("n", "heads", "d"), [(n, *of) for n in (1 << 20, 1 << 16) for of in ((16, 128), (12, 64))])
+def test_longnet_goes_branch_by_branch_with_flash_attn_3_too(hopper, which, n, heads, d):
+    alone, packs = steps(which, LONGNET, n, heads, d, packages=(FlashAttn3(),))
+    assert packs == []
+    assert len(alone) >= 5
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
 @pytest.mark.parametrize("packages", [True, False])
 @pytest.mark.parametrize(
     ("n", "ranks", "heads", "kv_heads"), [(1 << 17, p, *h) for p in (4, 8, 16) for h in ((16, 16), (32, 8))]

@@ -208,7 +208,8 @@ COPIED = 2.5e12  # bytes per second, of those that are read and written when a t
 
 # what is done with many stacks at once, and with bands, in TFLOP/s of whole blocks and of two more for each item: with
 # these one number is near to all that was measured, documents and windows, short ones and long ones; by head dimension.
-# Those of flash-attn-4 and 3 were measured under full load, and are told here as fast as the cases above were found
+# Those of flash-attn-4 were measured under full load, and are told here as fast as the cases above were found; those of
+# flash-attn 3 were not: they are between flash-attn-4's and cuDNN's
 OF_MANY = {
     "flash_attn_4": {64: (590, 580), 128: (735, 685)},
     "flash_attn_3": {64: (560, 560), 128: (690, 640)},
@@ -221,6 +222,7 @@ PROGRAMS = 132  # at a time
 # how fast, about, beside the generation that was measured: others' operations, and ours, which was tuned for that one
 GENERATIONS = {"hopper": (1.0, 1.0), "blackwell": (1.5, 1.0), "ampere": (0.4, 0.25), "older": (0.1, 0.05)}
 OURS = "triton"
+LIKE = {"flash_attn_3": "cudnn"}  # alone: by what others report of the two, they are within 2 % of each other
 SECOND = ("flash_attn_2", "flash")  # flash-attn 2, which is one, and knows of nothing that came after Ampere
 
 
@@ -228,10 +230,15 @@ def cost_alone(name: str, which: Pass, size: Size, kind: str, *, copies: int = 0
     """Of a launch for one stack, with so many tensors copied for it or after it."""
     backward = which == "backward"
     size = size._replace(rows=max(size.rows, BLOCK), cols=max(size.cols, BLOCK))  # what is less takes as long
-    rate = getattr(_nearest(size), name if name in MEASURED else "flash")[backward] * 1e12 * _factor(name, kind)
+    rate = getattr(_nearest(size), _known(name))[backward] * 1e12 * _factor(name, kind)
     work = size.flops * (2.5 if backward else 1)
     copied = copies * size.heads * size.rows * size.d * 2 * 2 / COPIED
     return Cost(CALLS.get(name, CALL)[backward] + copies * CALL_OF_A_COPY, work / rate + copied)
+
+
+def _known(name: str) -> str:
+    """Itself, or what is taken to be as fast."""
+    return name if name in MEASURED else LIKE.get(name, "flash")
 
 
 def cost_together(name: str, which: Pass, size: Size, kind: str) -> Cost:
