@@ -101,12 +101,18 @@ _recipes: Shelf[tuple[Leg, ...]] = Shelf(STACKS_KEPT, _stacks_in)
 def _written(operations: tuple[Operation, ...], tiles: tuple[Tile, ...], asked: Asked) -> tuple[Leg, ...]:
     q, k = _Shape(asked.q), _Shape(asked.k)
     slabs = stretches(tiles, q, k, can_be_done=asked.can_be_done)
-    if len(slabs) > 1:  # so that little waits; where nothing has to, all of it at once spares a pass
+    if len(slabs) > 1 and _has_rows_once(tiles, asked):  # so that little waits; at once, where nothing has to
         everything = Slab(range(asked.q[1]), tiles)
         steps = _steps(operations, everything, asked)
         if _is_the_result(steps, everything, asked) and not _needs_room(steps, asked):
             return (Leg(everything.rows, steps),)
     return tuple(Leg(slab.rows, _steps(operations, slab, asked)) for slab in slabs)
+
+
+def _has_rows_once(tiles: Sequence[Tile], asked: Asked) -> bool:
+    """Whether all have together as many rows as there are, as documents have and LongNet's branches have not."""
+    each = (len(tile.rows) * tile.repeat.count * len(tile.kv_heads) * len(tile.batch) for tile in tiles)
+    return sum(each) == asked.q[0] * asked.q[1] * asked.k[2]
 
 
 def _steps(operations: tuple[Operation, ...], slab: Slab, asked: Asked) -> tuple[Alone | Together, ...]:
