@@ -13,6 +13,7 @@ from attending import tensors
 from choices import forget_choices
 from longring.kernels import fused, totals
 from longring.kernels.operations import cuda, sequences
+from longring.kernels.operations.contract import Rows, with_columns_for_dlse
 from longring.testing import Result, judge
 from longring.testing.budgets import relative_error
 from longring.testing.oracle import oracle
@@ -214,6 +215,14 @@ def test_gradients_of_lse_of_any_size_in_float16(called, size):
     got = torch.autograd.grad(lse, (q, k), size * dlse)
     want = oracle(q, k, v, lr.Dense(), 0 * dout, size * dlse)
     assert max(map(relative_error, got, (want.dq, want.dk))) < 4 * torch.finfo(torch.float16).eps
+
+
+def test_a_nan_in_the_gradient_of_lse_reaches_its_own_row_alone():
+    dlse = torch.full((1, 2, 5), 3e4)
+    dlse[0, 0, 3] = torch.nan
+    q, k, v, dout, out = torch.zeros(5, 1, 2, 5, 8, dtype=torch.float16)
+    rows, *_ = with_columns_for_dlse(Rows(dout, out, torch.zeros(1, 2, 5), dlse), q, k, v, 8)
+    assert (rows.dout * rows.out).sum(-1).isnan().nonzero().tolist() == [[0, 0, 3]]
 
 
 # --------------------------------------------------------------------------------- what is behind PyTorch's flash

@@ -503,3 +503,17 @@ def test_short_sequences_are_no_more_than_a_launch_has_room_for(hopper, which, p
     assert len(sequences) < many // 50
     if which == "backward":
         assert 128 * max(sequences) * heads * d * 4 <= max(n * heads * d * 4, 1 << 28)
+
+
+@pytest.mark.parametrize("operation", [Flash(), FlashAttn3(), FlashAttn4()], ids=lambda one: one.name)
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_short_documents_of_several_batch_rows_are_one_launch(hopper, which, operation):
+    """Of which each row has its own: what is cut there would go one by one."""
+    n, draw = 8192, random.Random(0)
+    documents = [[0, *sorted(draw.sample(range(1, n), 99)), n] for _ in range(4)]
+    size = torch.Size((4, n, 16, 128))
+    asked = Asked(which, size, size, torch.bfloat16, torch.device("cuda:0"), True, True, True)
+    tiles = tuple(stacking.pattern_tiles(lr.Dense(documents=documents), 4, n, 16, 16))
+    (leg,) = recipes.recipe((operation,), tiles, asked)
+    (step,) = leg.steps
+    assert sum(stack.queries.many for stack in step.stacks) == 400

@@ -353,6 +353,7 @@ def _few_at_a_time(stacks: Sequence[Stack], operation: TakesMany, slab: Slab, as
     return found
 
 
+UNCUT = 8  # times as much: sequences of several batch rows go all at once, or one by one
 FEW = 64  # repeats: of more, which something lies between, a launch of their own is worth it
 
 
@@ -368,6 +369,7 @@ def _most_sequences(slab: Slab, asked: Asked) -> int:
     if asked.which == "forward":
         return MOST_AT_ONCE
     padded = max(_whole(slab, asked), PADDED_IN_ANY_CASE // (4 * asked.q[3]))
+    padded *= UNCUT if asked.q[0] > 1 else 1
     return max(1, min(MOST_AT_ONCE, padded // (BLOCK * asked.q[2])))
 
 

@@ -133,7 +133,7 @@ def with_columns_for_dlse(
 def _unit(x: Tensor) -> Tensor:
     """A power of two in which the largest of x is some thousands: float16 knows nothing beyond 65,504, which a scaled
     loss is soon, and little below 1e-4."""
-    largest = x.detach().abs().amax().nan_to_num(1.0, 1.0, 1.0).clamp_min(torch.finfo(x.dtype).tiny)
+    largest = x.detach().nan_to_num(0.0, 0.0, 0.0).abs().amax().clamp_min(torch.finfo(x.dtype).tiny)
     return torch.exp2((torch.log2(largest) - 12).floor().clamp(-14, 15))
 
 
