@@ -112,12 +112,18 @@ def _join(backend: str) -> None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if "nccl" in backend else None
     if device is not None:
         torch.cuda.set_device(device)
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
-        dist.init_process_group(backend, device_id=device)
-        return
     store, rank, ranks = next(rendezvous("env://"))
-    fresh = _fresh(store, rank, ranks)
-    dist.init_process_group(backend, store=fresh, rank=rank, world_size=ranks, device_id=device)
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        store = _fresh(store, rank, ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, device_id=device)
+    _wait_for_all(store, ranks)
+
+
+def _wait_for_all(store: dist.Store, ranks: int) -> None:
+    """Gloo may call a rank connected while another still shakes hands, which fails if the first is done and gone."""
+    if store.add("longring/joined", 1) == ranks:
+        store.set("longring/all joined", "yes")
+    store.wait(["longring/all joined"])
 
 
 def _fresh(store: dist.Store, rank: int, ranks: int) -> dist.Store:

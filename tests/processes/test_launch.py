@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -337,6 +338,25 @@ def test_a_rank_hears_ctrl_c_in_its_program_as_any_process_does():
         assert lr.launch(heard_ctrl_c, ranks=2, timeout=SOON) == [True, True]
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_nobody_begins_before_all_have_joined():
+    """Whose program is over at once would be gone while others still connect to it."""
+    store, begun = dist.HashStore(), []
+
+    def join(rank):
+        launching._wait_for_all(store, 3)
+        begun.append(rank)
+
+    threads = [threading.Thread(target=join, args=(rank,), daemon=True) for rank in range(3)]
+    for thread in threads[:2]:
+        thread.start()
+    threads[0].join(0.3)
+    assert begun == []
+    threads[2].start()
+    for thread in threads:
+        thread.join(SOON)
+    assert sorted(begun) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("program", [heard_ctrl_c, signal.raise_signal], ids=["returns", "is interrupted"])
