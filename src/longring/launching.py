@@ -120,10 +120,14 @@ def _join(backend: str) -> None:
 
 
 def _wait_for_all(store: dist.Store, ranks: int) -> None:
-    """Gloo may call a rank connected while another still shakes hands, which fails if the first is done and gone."""
-    if store.add("longring/joined", 1) == ranks:
-        store.set("longring/all joined", "yes")
-    store.wait(["longring/all joined"])
+    """Gloo may call a rank connected while another still shakes hands, which fails if the first is done and gone.
+
+    A world may be joined again when it was left, with the same store: nobody comes twice before all have come once.
+    """
+    before, place = divmod(store.add("longring/joined", 1) - 1, ranks)
+    if place == ranks - 1:
+        store.set(f"longring/all joined/{before}", "yes")
+    store.wait([f"longring/all joined/{before}"])
 
 
 def _fresh(store: dist.Store, rank: int, ranks: int) -> dist.Store:
