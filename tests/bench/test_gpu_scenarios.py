@@ -80,9 +80,14 @@ def test_a_scenario_that_breaks_leaves_the_others(monkeypatch):
 
     monkeypatch.setitem(SCENARIOS, "dense", broken)
     record = gpu_record("", CPU, True)
-    run_scenarios(stage(), record, ["dense", "longest"], lambda name, rows: None)
+    here = stage()
+    run_scenarios(here, record, ["dense", "longest"], lambda name, rows: None)
     assert record.failures == ["dense: RuntimeError: no more memory"]
     assert record.scenarios["longest"]
+    monkeypatch.setitem(SCENARIOS, "dense", lambda stage: iter(()))
+    here.failures.append("far dense: another's")
+    run_scenarios(here, record, ["dense"], lambda name, rows: None)
+    assert record.failures == ["far dense: another's"]
 
 
 def test_what_is_wrong_is_not_timed():

@@ -30,10 +30,19 @@ class Stage:
     peers: Path | None = None
     missing: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    scenario: str = ""  # which plays now
 
     @property
     def device(self) -> torch.device:
         return self.place.device
+
+    def begin(self, scenario: str) -> None:
+        """One that is played again has not failed yet."""
+        self.scenario = scenario
+        self.failures = [failure for failure in self.failures if not failure.startswith(f"{scenario}: ")]
+
+    def failed(self, what: str) -> None:
+        self.failures.append(f"{self.scenario}: {what}")
 
 
 class Entry:
@@ -139,7 +148,7 @@ def contest(
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             rows.append(Row(case, "both", entry.name, entry.kind, note=f"not timed: {why}", tokens=shape.n))
             if entry.kind == "ours":
-                stage.failures.append(f"{case}, {entry.name}: {why}")
+                stage.failed(f"{case}, {entry.name}: {why}")
             continue
         fit[entry.name] = entry, errors
     del lse

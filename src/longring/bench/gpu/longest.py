@@ -46,7 +46,7 @@ def _guarded(stage: Stage, case: str, pattern: Pattern, shape: Shape, play: Play
         phase, time, errors, peak = play(stage, shape, pattern)
     except Exception as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        stage.failures.append(f"{case}: {why}")
+        stage.failed(f"{case}: {why}")
         yield Row(case, "both", "longring", note=f"failed: {why}")
         return
     work = sum(flops(shape, pattern, one) for one in PASSES[phase])

@@ -53,15 +53,16 @@ def run_scenarios(
     for name in names:
         start = time.perf_counter()
         rows = record.scenarios[name] = []
+        stage.begin(name)
+        record.missing, record.failures = stage.missing, stage.failures
         try:
             for row in SCENARIOS[name](stage):
                 rows.append(row)
                 record.seconds[name] = round(time.perf_counter() - start, 1)
                 keep()
         except Exception as broken:  # hours of a GPU are not thrown away for one scenario
-            stage.failures.append(f"{name}: {type(broken).__name__}: {broken}")
+            stage.failed(f"{type(broken).__name__}: {broken}")
         release_buffers()
         release(stage.device)
         record.seconds[name] = round(time.perf_counter() - start, 1)
-        record.missing, record.failures = stage.missing, stage.failures
         tell(name, rows)
