@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, TypeVar
@@ -33,7 +34,8 @@ from .errors import ArgumentError, PeerLost, RankFailed
 T = TypeVar("T")
 
 GRACE = 5.0  # seconds that ranks have to raise by themselves, once one of them failed
-JOINING = 1800.0  # seconds that ranks of a world that was started anew have to come: as long as torch waits
+WHERE = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+JOINING = 1800.0  # seconds that ranks have to come: as long as torch waits
 HELLO = 0.02  # seconds between looks at who came
 FAREWELL = 1.0  # seconds between asking a process to end and ending it
 LOOPBACK = "127.0.0.1"
@@ -112,30 +114,45 @@ def _join(backend: str) -> None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if "nccl" in backend else None
     if device is not None:
         torch.cuda.set_device(device)
-    store, rank, ranks = next(rendezvous("env://"))
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        store = _fresh(store, rank, ranks)
+    store, rank, ranks = _meeting_place(*(os.environ.get(name) for name in WHERE))
+    store = _fresh(store, rank, ranks)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, device_id=device)
-    _wait_for_all(store, ranks)
+    _wait_for_all(store, rank, ranks)
 
 
-def _wait_for_all(store: dist.Store, ranks: int) -> None:
+@cache
+def _meeting_place(*where: str | None) -> tuple[dist.Store, int, int]:
+    """The store that all ranks know, this one's number, and how many there are.
+
+    It is kept while this process lasts: a world that was left may be joined again, and where nobody else is the host of
+    the store, it ends when rank 0 lets go of it.
+    """
+    return next(rendezvous("env://"))
+
+
+def _wait_for_all(store: dist.Store, rank: int, ranks: int) -> None:
     """Gloo may call a rank connected while another still shakes hands, which fails if the first is done and gone.
 
-    A world may be joined again when it was left, with the same store: nobody comes twice before all have come once.
+    Rank 0, which may be the host of the store, leaves when nobody needs it any more.
     """
-    before, place = divmod(store.add("longring/joined", 1) - 1, ranks)
-    if place == ranks - 1:
-        store.set(f"longring/all joined/{before}", "yes")
-    store.wait([f"longring/all joined/{before}"])
+    others = range(1, ranks)
+    if rank > 0:
+        store.set(f"longring/joined/{rank}", "yes")
+        store.wait(["longring/all joined"])
+        store.set(f"longring/left/{rank}", "yes")
+    elif ranks > 1:
+        store.wait([f"longring/joined/{other}" for other in others])
+        store.set("longring/all joined", "yes")
+        store.wait([f"longring/left/{other}" for other in others])
 
 
 def _fresh(store: dist.Store, rank: int, ranks: int) -> dist.Store:
-    """A part of torchrun's store that no ranks before these have written to.
+    """A part of the store that nobody has written to.
 
-    When it starts ranks anew it keeps its store (torch 2.13), with the addresses of those that are gone. How often that
-    was may differ from machine to machine, so rank 0 makes up a name. Another rank says hello by a number that nobody
-    knew before, which is how it knows that the answer is for it, and rank 0, by the name, that it was heard.
+    A world that is left and joined again has the same store, and so have ranks that torchrun starts anew (torch 2.13),
+    with the addresses of those that are gone. How often that was may differ from machine to machine, so rank 0 makes
+    up a name. Another rank says hello by a number that nobody knew before, which is how it knows that the answer is for
+    it, and rank 0, by the name, that it was heard.
     """
     if rank > 0:
         hello = uuid.uuid4().hex

@@ -191,6 +191,22 @@ def test_without_a_gpu_the_command_says_so(capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize("only", [["--only", "dense"], []], ids=["some", "everything"])
+def test_a_record_of_other_code_is_replaced_by_a_whole_one_alone(only, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "record.json"
+    earlier = gpu_record("", CPU, False)
+    earlier.commit, earlier.scenarios = "another", {"dense": [], "ring": []}
+    earlier.save(path)
+    before = path.read_text()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("longring.bench.gpu.__main__.gpu_record", lambda line, *_: gpu_record(line, CPU, False))
+    monkeypatch.setattr("longring.bench.gpu.__main__.run_scenarios", lambda *_: None)
+    assert main([*only, "--out", str(path)]) == (2 if only else 0)
+    assert (path.read_text() == before) == bool(only)
+    assert ("say another --out" in capsys.readouterr().err) == bool(only)
+
+
 def test_sizes_are_what_the_goals_speak_of():
     assert {shape.n for shape, _ in FULL.dense} == {8 << 10, 32 << 10, 128 << 10}
     assert {ranks for _, ranks in FULL.rings} == {4, 8, 16}

@@ -69,6 +69,14 @@ def test_every_head_dimension(kernel, d):
     check(kernel, lr.Dense(), q, k, v, dout, dlse)
 
 
+@pytest.mark.parametrize("d", [520, 1024])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_wide_heads_of_every_pattern(dtype, d):
+    q, k, v, dout, dlse = tensors(dtype, d=d, kv_heads=2)
+    for pattern in PATTERNS:
+        check("auto", pattern, q, k, v, dout, dlse)
+
+
 @pytest.mark.parametrize("n", [1, 2, 31, 33, 128, 257])
 @pytest.mark.parametrize("kernel", ["auto", *(operation.name for operation in ON_GPU)])
 def test_every_length(kernel, n):

@@ -41,7 +41,7 @@ def test_a_sum_is_what_all_add_up_to(case: Case):
     made.assert_added(want)
 
 
-@pytest.mark.parametrize("d", [1, 8, 33, 256, 512])
+@pytest.mark.parametrize("d", [1, 8, 33, 256, 512, 1000, 1024])
 def test_any_width(d):
     place = Place(range(1), 3, 700, range(2), 5, range(3, 600, 4), 1)
     case = Case(2200, 1, 2, d, (place,) * 3, (torch.bfloat16,) * 3, range(1, 2190), "in place", torch.float32, False, 7)

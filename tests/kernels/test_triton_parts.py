@@ -72,6 +72,19 @@ def test_a_part_may_lie_where_its_rows_belong(case: Case, log_dtype, count):
     made.assert_added(want[1])
 
 
+@pytest.mark.parametrize("d", [260, 512, 520, 1000, 1024])
+def test_wide_rows(d):
+    place = Place(range(1), 2, 9, range(2), 1, range(1, 8, 2), 1)
+    case = Case(20, 1, 2, d, (place,) * 3, (torch.bfloat16,) * 3, range(1, 19), "in place", torch.float32, False, 7)
+    made = case.tensors(DEVICE, torch.float64)
+    want = merged(made), added(made)
+    merge_parts(made.parts, case.window, made.before, made.into)
+    made.assert_merged(want[0])
+    made = case.tensors(DEVICE, torch.float64)
+    add_parts(made.sums, case.window, made.before and made.before.out, made.into.out)
+    made.assert_added(want[1])
+
+
 def test_rows_that_nobody_has_and_rows_that_saw_nothing_are_0_beside_a_part_at_home():
     place = Place(range(1), 1, 0, range(1), 0, range(3, 12), 1)
     into = nothing(20)
@@ -322,5 +335,5 @@ def test_a_part_of_another_shape_than_its_place_is_refused():
     wrong = Part(whole(4), torch.ones(1, 1, 5, 16, device=DEVICE), torch.zeros(1, 1, 5, device=DEVICE))
     with pytest.raises(ValueError, match=r"\(1, 1, 4, 16\).*got \(1, 1, 5, 16\)"):
         merge_parts([wrong], range(5), None, nothing(5))
-    with pytest.raises(ValueError, match="got d = 513"):
-        add_parts([], range(5), None, nothing(5, d=513).out)
+    with pytest.raises(ValueError, match="got d = 1025"):
+        add_parts([], range(5), None, nothing(5, d=1025).out)

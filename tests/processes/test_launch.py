@@ -236,14 +236,17 @@ def program(x):
     summed = x.clone()
     dist.all_reduce(summed)
     return os.getpid(), summed.item()
-[(pid, found)] = lr.launch(program, torch.tensor(float(os.environ["RANK"]) + 1), ranks=9)
-assert pid == os.getpid() and not dist.is_initialized()
+for _ in range(4):
+    [(pid, found)] = lr.launch(program, torch.tensor(float(os.environ["RANK"]) + 1), ranks=9)
+    assert pid == os.getpid() and not dist.is_initialized()
+    lr.launch(len, "over at once")
 print("sum", found)
 """
 
 
-def test_under_torchrun_this_process_is_the_rank(tmp_path):
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+def test_in_a_world_of_others_this_process_is_the_rank_as_often_as_it_likes():
+    """Rank 0 is the host of the store, as where Slurm started the ranks."""
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", JOINING],
@@ -251,9 +254,17 @@ def test_under_torchrun_this_process_is_the_rank(tmp_path):
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(3)
     ]
-    assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["sum 3.0\n"] * 2
+    assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["sum 6.0\n"] * 3
+
+
+def test_so_it_is_under_torchrun(tmp_path):
+    script = tmp_path / "joining.py"
+    script.write_text(JOINING)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(script)]
+    done = subprocess.run(torchrun, stdout=subprocess.PIPE, text=True, timeout=100)
+    assert done.stdout.splitlines() == ["sum 6.0"] * 3
 
 
 def free_port():
@@ -342,23 +353,39 @@ def test_a_rank_hears_ctrl_c_in_its_program_as_any_process_does():
 
 def test_nobody_begins_before_all_have_joined():
     """Whose program is over at once would be gone while others still connect to it."""
-    store = dist.HashStore()
-    for _ in range(2):  # left, and joined again
-        begun = []
+    for late in range(3):
+        store, begun = dist.HashStore(), []
 
-        def join(rank, begun=begun):
-            launching._wait_for_all(store, 3)
+        def join(rank, store=store, begun=begun):
+            launching._wait_for_all(store, rank, 3)
             begun.append(rank)
 
         threads = [threading.Thread(target=join, args=(rank,), daemon=True) for rank in range(3)]
-        for thread in threads[:2]:
-            thread.start()
-        threads[0].join(0.3)
+        for rank in {0, 1, 2} - {late}:
+            threads[rank].start()
+        threads[late - 1].join(0.2)
         assert begun == []
-        threads[2].start()
+        threads[late].start()
         for thread in threads:
             thread.join(SOON)
         assert sorted(begun) == [0, 1, 2]
+
+
+def test_the_host_of_the_store_leaves_last():
+    store, begun = dist.HashStore(), threading.Event()
+
+    def host():
+        launching._wait_for_all(store, 0, 2)
+        begun.set()
+
+    thread = threading.Thread(target=host, daemon=True)
+    thread.start()
+    store.set("longring/joined/1", "yes")
+    store.wait(["longring/all joined"])
+    assert not begun.wait(0.2)
+    store.set("longring/left/1", "yes")
+    assert begun.wait(SOON)
+    thread.join(SOON)
 
 
 @pytest.mark.parametrize("program", [heard_ctrl_c, signal.raise_signal], ids=["returns", "is interrupted"])

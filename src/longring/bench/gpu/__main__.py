@@ -17,7 +17,7 @@ from .tables import TITLES, plain, plain_goals
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0: all was right; 1: something of ours failed, and the record says what; 2: no GPU."""
+    """0: all was right; 1: something of ours failed, and the record says what; 2: nothing was measured, and why."""
     options = _options(arguments)
     if not torch.cuda.is_available():
         sys.stderr.write("longring.bench.gpu measures a CUDA device, and torch sees none here\n")
@@ -27,7 +27,10 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     record = gpu_record(" ".join(["python -m longring.bench.gpu", *given]), device, options.quick)
     record.commit = options.commit or record.commit
-    if options.only and record.continues(options.out):
+    if options.only and options.out.exists():
+        if not record.continues(options.out):
+            sys.stderr.write(f"{options.out} is a record of other code or of another machine: say another --out\n")
+            return 2
         sys.stdout.write(f"continuing {options.out}, which has {', '.join(record.scenarios)}\n")
         stage.missing, stage.failures = record.missing, record.failures
 

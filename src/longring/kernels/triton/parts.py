@@ -32,7 +32,7 @@ from ..tables import Tables
 FARTHEST = 64  # rows from one of a program's to the next
 
 # d, padded to a power of two -> (rows of a program, its warps): 16 numbers a thread leave many programs room
-BLOCKS = {16: (128, 4), 32: (64, 4), 64: (64, 4), 128: (32, 4), 256: (8, 4), 512: (4, 4)}
+BLOCKS = {16: (128, 4), 32: (64, 4), 64: (64, 4), 128: (32, 4), 256: (8, 4), 512: (4, 4), 1024: (2, 4)}
 MERGING = {**BLOCKS, 64: (32, 4), 128: (32, 8)}  # of a merge, which computes more than a sum: seen to be faster so
 
 FAR = 2**31 - 1  # no row is beyond it: rows are counted in 32 bits, numbers in 64
