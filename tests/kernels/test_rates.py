@@ -22,7 +22,7 @@ from longring.kernels.recipes import Asked
 from longring.kernels.reference import ReferenceKernel
 from longring.kernels.select import KERNELS, OTHER_BITS, select_kernel
 
-MEASURED = ("flash_attn_4", "cudnn", "flash", "efficient")
+MEASURED = ("flash_attn_4", "flash_attn_3", "cudnn", "flash", "efficient")
 PASSES = ("forward", "backward")
 FA4 = "flash-attn-4"
 TURING, AMPERE, ADA, HOPPER_GPU, BLACKWELL = (7, 5), (8, 0), (8, 9), (9, 0), (10, 0)
@@ -45,8 +45,10 @@ def test_a_measured_case_goes_from_its_fastest_to_its_slowest(case, which):
     ordered = by_speed(MEASURED, which, size_of(case), "hopper")
     assert sorted(ordered) == sorted(MEASURED)
     is_worth_it = size_of(case).flops >= WORTH_A_PLAN
-    rates = [rate(case, name, which) for name in ordered if is_worth_it or name != "cudnn"]
-    assert rates == sorted(rates, reverse=True)
+    nearest = rates._nearest(size_of(case))  # itself, or one that is as much higher as this is wider
+    assert nearest == case or (nearest.rows, nearest.cols) == (case.cols, case.rows)
+    found = [rate(nearest, name, which) for name in ordered if is_worth_it or name != "cudnn"]
+    assert found == sorted(found, reverse=True)
 
 
 @pytest.mark.parametrize("kind", ["hopper", "blackwell", "ampere"])
@@ -82,6 +84,20 @@ def test_every_case_was_measured_once_and_of_every_operation():
     ],
 )
 def test_what_comes_first(which, size, want):
+    without_3 = tuple(name for name in MEASURED if name != "flash_attn_3")
+    assert by_speed(without_3, which, size, "hopper")[0] == want
+
+
+@pytest.mark.parametrize(
+    ("which", "size", "want"),
+    [
+        ("forward", Size(128, 512, 2048, 2048, True), "flash_attn_3"),  # a branch of LongNet
+        ("backward", Size(128, 512, 2048, 2048, True), "flash_attn_4"),
+        ("backward", Size(128, 16, 32768, 32768, True), "flash_attn_4"),
+        ("forward", Size(64, 8192, 128, 128, True), "cudnn"),
+    ],
+)
+def test_what_comes_first_where_flash_attn_3_is_installed_too(which, size, want):
     assert by_speed(MEASURED, which, size, "hopper")[0] == want
 
 
@@ -113,15 +129,16 @@ def test_without_measurements_names_go_by_rank(kind):
 
 
 def test_what_nobody_measured_stands_behind_all_that_rank_before_it():
-    names = ("somebody_else", "triton", *MEASURED, "flash_attn_3")
-    ordered = by_speed(names, "forward", Size(128, 16, 8192, 8192, True), "hopper")
-    assert ordered == ("flash_attn_4", "flash_attn_3", "cudnn", "flash", "efficient", "triton", "somebody_else")
+    names = ("somebody_else", "triton", *MEASURED, "flash_attn_2")
+    first, second, *ordered = by_speed(names, "forward", Size(128, 16, 8192, 8192, True), "hopper")
+    assert {first, second} == {"flash_attn_4", "flash_attn_3"}
+    assert ordered == ["cudnn", "flash_attn_2", "flash", "efficient", "triton", "somebody_else"]
 
 
 def test_a_slow_one_that_is_fast_for_once_draws_nobody_else_to_the_front():
     """For tiny tiles efficient was the fastest: who ranks near it elsewhere is no faster for that."""
     ordered = by_speed(("triton", *MEASURED), "backward", Size(64, 8192, 128, 128, True), "hopper")
-    assert ordered == ("efficient", "flash_attn_4", "cudnn", "flash", "triton")
+    assert ordered == ("efficient", "flash_attn_4", "flash_attn_3", "cudnn", "flash", "triton")
 
 
 def measured_were(monkeypatch, *cases):
@@ -132,7 +149,7 @@ def measured_were(monkeypatch, *cases):
 
 
 def test_equally_fast_ones_go_by_rank(monkeypatch):
-    case = Case(64, 16, 64, 64, True, (5, 5), (5, 5), (5, 5), (5, 5))
+    case = Case(64, 16, 8192, 8192, True, (5, 5), (5, 5), (5, 5), (5, 5), (5, 5))
     measured_were(monkeypatch, case)
     order = by_speed(tuple(reversed(MEASURED)), "forward", size_of(case), "hopper")
     assert order == MEASURED
@@ -140,7 +157,7 @@ def test_equally_fast_ones_go_by_rank(monkeypatch):
 
 def test_the_nearest_case_is_near_in_work_in_tiles_and_in_mask(monkeypatch):
     """Each differs from the size asked for in one of them alone, and says which it was by what is the fastest."""
-    near = {"flash_attn_4": (1, 1), "cudnn": (1, 1), "flash": (1, 1), "efficient": (1, 1)}
+    near = dict.fromkeys(MEASURED, (1, 1))
 
     def case(d, heads, rows, causal, fastest):
         return Case(d, heads, rows, rows, causal, **{**near, fastest: (9, 9)})
