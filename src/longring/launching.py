@@ -20,7 +20,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, TypeVar
@@ -114,20 +113,27 @@ def _join(backend: str) -> None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if "nccl" in backend else None
     if device is not None:
         torch.cuda.set_device(device)
-    store, rank, ranks = _meeting_place(*(os.environ.get(name) for name in WHERE))
-    store = _fresh(store, rank, ranks)
+    store, rank, ranks = _met()
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, device_id=device)
     _wait_for_all(store, rank, ranks)
 
 
-@cache
-def _meeting_place(*where: str | None) -> tuple[dist.Store, int, int]:
-    """The store that all ranks know, this one's number, and how many there are.
+_known: dict[tuple[int | str | None, ...], tuple[dist.Store, int, int]] = {}
 
-    It is kept while this process lasts: a world that was left may be joined again, and where nobody else is the host of
-    the store, it ends when rank 0 lets go of it.
+
+def _met() -> tuple[dist.Store, int, int]:
+    """A part of the store that all ranks know, this one's number, and how many there are.
+
+    The store is kept while this process lasts: a world that was left may be joined again, and where nobody else is the
+    host of the store, it ends when rank 0 lets go of it. With another process as rank 0 it is another store.
     """
-    return next(rendezvous("env://"))
+    where = os.getpid(), *(os.environ.get(name) for name in WHERE)
+    if where in _known:
+        store, rank, ranks = _known[where]
+        with suppress(dist.DistNetworkError):
+            return _fresh(store, rank, ranks), rank, ranks
+    store, rank, ranks = _known[where] = next(rendezvous("env://"))
+    return _fresh(store, rank, ranks), rank, ranks
 
 
 def _wait_for_all(store: dist.Store, rank: int, ranks: int) -> None:

@@ -159,17 +159,6 @@ def test_a_window_of_the_rows():
     assert made.queries.trays[0].place.rows == range(20, 30)
 
 
-def test_a_tray_with_unused_lines_is_shared_where_there_is_room_for_them():
-    """Two layers of 30 of 40 rows each: both like the whole, one of them, or none."""
-    places = [Place(range(1), 1, 0, range(2), 0, range(first, first + 15), 1) for first in (0, 0, 20, 20)]
-    for most, shared in ((160, 2), (159, 1), (140, 1), (139, 0), (0, 0)):
-        whole = Whole(1, range(40), 2, 1, most)
-        made = pack([Stack(one, one) for one in places], whole, whole)
-        check(made.queries, places)
-        assert sum(tray.is_shared for tray in made.queries.trays) == shared
-        assert made.queries.lines == 120 + 20 * shared
-
-
 def test_equal_packs_are_one_key():
     made = [pack([square(0, 30), square(30, 10)], *(Whole(1, range(40), 2, 1),) * 2) for _ in range(2)]
     assert made[0] is not made[1]

@@ -508,21 +508,6 @@ def test_short_sequences_are_no_more_than_a_launch_has_room_for(hopper, which, p
         assert 128 * max(sequences) * heads * d * 4 <= max(n * heads * d * 4, 1 << 28)
 
 
-@pytest.mark.parametrize("which", ["forward", "backward"])
-def test_what_a_launch_leaves_is_at_most_twice_the_whole(hopper, which):
-    """Branches of which each has a little more than half of the rows, and would be laid out like all of them."""
-    batch, n, heads, d = 4, 8192, 8, 128
-    bounds = [0, *sorted(random.Random(0).sample(range(1, n), 60)), n]
-    pattern = lr.Dilated([8192, 4096, 8192, 8192, 777], [2, 1, 1, 1, 1], documents=bounds)
-    size = torch.Size((batch, n, heads, d))
-    asked = Asked(which, size, size, torch.bfloat16, torch.device("cuda:0"), True, True, True)
-    legs = recipes.recipe((TritonTiles(),), tuple(stacking.pattern_tiles(pattern, batch, n, heads, heads)), asked)
-    packs = [step.pack for leg in legs for step in leg.steps if isinstance(step, Together)]
-    assert len(packs) > 1
-    assert max(pack.queries.lines for pack in packs) <= 2 * batch * n * heads
-    assert which == "forward" or max(pack.keys.lines for pack in packs) <= 2 * batch * n * heads
-
-
 @pytest.mark.parametrize("operation", [cuda.Flash(), cuda.Efficient()], ids=lambda one: one.name)
 def test_no_operation_takes_wider_heads_than_are_merged(monkeypatch, operation):
     monkeypatch.setattr(cuda, "capability", lambda _: (9, 0))

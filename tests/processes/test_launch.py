@@ -231,7 +231,7 @@ def test_a_rank_that_launches_joins_its_own_world():
 
 
 JOINING = """
-import os, torch, torch.distributed as dist, longring as lr
+import os, sys, torch, torch.distributed as dist, longring as lr
 def program(x):
     summed = x.clone()
     dist.all_reduce(summed)
@@ -240,7 +240,7 @@ for _ in range(4):
     [(pid, found)] = lr.launch(program, torch.tensor(float(os.environ["RANK"]) + 1), ranks=9)
     assert pid == os.getpid() and not dist.is_initialized()
     lr.launch(len, "over at once")
-print("sum", found)
+sys.stdout.write(f"sum {found}\\n")  # at once: others write into the same pipe
 """
 
 
@@ -256,14 +256,14 @@ def test_in_a_world_of_others_this_process_is_the_rank_as_often_as_it_likes():
         )
         for rank in range(3)
     ]
-    assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["sum 6.0\n"] * 3
+    assert [(rank.communicate(timeout=60)[0], rank.returncode) for rank in ranks] == [("sum 6.0\n", 0)] * 3
 
 
 def test_so_it_is_under_torchrun(tmp_path):
     script = tmp_path / "joining.py"
     script.write_text(JOINING)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(script)]
-    done = subprocess.run(torchrun, stdout=subprocess.PIPE, text=True, timeout=100)
+    done = subprocess.run(torchrun, stdout=subprocess.PIPE, text=True, timeout=100, check=True)
     assert done.stdout.splitlines() == ["sum 6.0"] * 3
 
 

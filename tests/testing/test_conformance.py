@@ -147,32 +147,6 @@ def test_budgets_are_a_few_roundings(dtype, roundings):
         assert torch.finfo(dtype).eps < budget < roundings * torch.finfo(dtype).eps, name
 
 
-def truncated(x):
-    """To float32, towards zero."""
-    rounded = x.float()
-    is_beyond = rounded.double().abs() > x.abs()
-    return torch.where(is_beyond, torch.nextafter(rounded, torch.zeros_like(rounded)), rounded).double()
-
-
-@pytest.mark.parametrize(("dtype", "is_right"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
-@pytest.mark.parametrize("d", [64, 1024])
-def test_an_lse_of_scores_that_tensor_cores_add_up_is_right(d, dtype, is_right):
-    """They add 8 products to a sum of 32 bits at a time and cut off what is beyond: of 1,024 products that is more
-    than a rounding of the lse, and less than one of all of them taken positive. Sums that are kept in 16 bits are not
-    right."""
-    draw = torch.Generator().manual_seed(0)
-    q, k, v, dout = (torch.randn(2, 97, 2, d, generator=draw).to(torch.float16) for _ in range(4))
-    chunks = zip(q.double().split(8, -1), k.double().split(8, -1), strict=True)
-    scores = torch.zeros(2, 2, 97, 97, dtype=torch.float64)
-    for some_q, some_k in chunks:
-        scores = truncated(scores + torch.einsum("bihd,bjhd->bhij", some_q, some_k)).to(dtype).double()
-    pattern = lr.Dense()
-    lse = (d**-0.5 * scores).masked_fill(~torch.ones(97, 97).tril().bool(), -torch.inf).logsumexp(-1)
-    answer = oracle(q, k, v, pattern, dout)._replace(lse=lse.float())
-    verdicts = {verdict.quantity: verdict.ok for verdict in judge(answer, q, k, v, pattern, dout)}
-    assert verdicts == {"out": True, "lse": is_right, "dq": True, "dk": True, "dv": True}
-
-
 def test_every_quantity_is_judged_on_all_ranks_and_layouts():
     report = conformance(longring_attention, ranks=(1, 2), layouts=("zigzag", "striped"), cases=CAUSAL)
     asked = {(finding.case, finding.layout, finding.ranks) for finding in report.findings}

@@ -13,7 +13,6 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
 from typing import NamedTuple
 
 from .stacks import Place, Stack
@@ -26,7 +25,6 @@ class Whole(NamedTuple):
     rows: range
     kv_heads: int
     share: int  # heads to a kv head
-    most: float = inf  # lines that all trays may have together, so that some are shared which are not full
 
     @property
     def place(self) -> Place:
@@ -111,15 +109,10 @@ def apart(stacks: Sequence[Stack]) -> Pack:
 
 def _trays(places: Sequence[Place], whole: Whole) -> Trays:
     groups: list[_Group] = []
-    spare = whole.most - sum(place.lines for place in places)
     for some in _layers(places, whole):
         lines = sum(places[i].lines for i in some)
-        unused = whole.lines - lines
-        if unused == 0 or (len(some) > 1 and unused < lines and unused <= spare):
-            groups.append(_Group(some, lines, whole))
-            spare -= unused
-        else:
-            groups += [_Group([i], places[i].lines) for i in some]
+        is_shared = lines == whole.lines or (len(some) > 1 and 2 * lines > whole.lines)
+        groups += [_Group(some, lines, whole)] if is_shared else [_Group([i], places[i].lines) for i in some]
     return _laid(places, groups)
 
 

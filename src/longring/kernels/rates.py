@@ -211,8 +211,8 @@ COPIED = 2.5e12  # bytes per second, of those that are read and written when a t
 
 # what is done with many stacks at once, and with bands, in TFLOP/s of whole blocks and of two more for each item: with
 # these one number is near to all that was measured, documents and windows, short ones and long ones; by head dimension.
-# Those of flash-attn-4 were measured under full load, and are told here as fast as the cases above were found; beside
-# it, on one day, flash-attn 3 took 0.83 to 1.03 of its time forward and 0.95 to 1.14 backward
+# Those of flash-attn-4 were measured under full load, and are told here as fast as the cases above were found. Of its
+# times in docs/records/h200.json flash-attn 3 took 0.83 to 1.03 forward and 0.95 to 1.14 backward on the same day
 OF_MANY = {
     "flash_attn_4": {64: (590, 580), 128: (735, 685)},
     "flash_attn_3": {64: (620, 560), 128: (765, 665)},

@@ -334,7 +334,9 @@ def _times(by_itself: Sequence[Cost], with_others: Sequence[Cost]) -> list[float
 
 def _few_at_a_time(stacks: Sequence[Stack], operation: TakesMany, slab: Slab, asked: Asked) -> list[list[Stack]]:
     """So many that their results, which all wait at once, are not much more than the whole; those of keys as well."""
-    most, most_keys = _queries(slab, asked).most, _keys(slab, asked).most
+    always = PACKED_IN_ANY_CASE // (asked.q[3] * asked.dtype.itemsize)
+    most = max(PACKED * _whole(slab, asked), always)
+    most_keys = max(PACKED * _keys(slab, asked).lines, always) if asked.which == "backward" else inf
     most_sequences = inf if operation.takes_anything else _most_sequences(slab, asked)
     if sum(stack.queries.many for stack in stacks) > most_sequences:
         parts = (part for stack in stacks for part in _in_a_row(stack, int(most_sequences)))
@@ -385,16 +387,9 @@ def _whole(slab: Slab, asked: Asked) -> int:
 
 def _queries(slab: Slab, asked: Asked) -> Whole:
     batch, _, heads, _ = asked.q
-    whole = Whole(batch, slab.rows, asked.k[2], heads // asked.k[2])
-    return whole._replace(most=_most_lines(whole, asked))
+    return Whole(batch, slab.rows, asked.k[2], heads // asked.k[2])
 
 
 def _keys(slab: Slab, asked: Asked) -> Whole:
     is_everything = len(slab.rows) == asked.q[1]  # else the problem is square, and keys are cut as queries are
-    whole = Whole(asked.k[0], range(asked.k[1]) if is_everything else slab.rows, asked.k[2], 1)
-    return whole._replace(most=_most_lines(whole, asked)) if asked.which == "backward" else whole
-
-
-def _most_lines(whole: Whole, asked: Asked) -> int:
-    """That one launch may leave of it."""
-    return max(PACKED * whole.lines, PACKED_IN_ANY_CASE // (asked.q[3] * asked.dtype.itemsize))
+    return Whole(asked.k[0], range(asked.k[1]) if is_everything else slab.rows, asked.k[2], 1)

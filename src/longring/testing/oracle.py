@@ -64,13 +64,12 @@ def magnitudes(
     log_counts = counts.repeat_interleave(share, 1).double().log()
     scores = scale * torch.einsum("bihd,bjhd->bhij", q, wide_k) + log_counts
     weights = torch.where(scores > -torch.inf, (scores - lse.unsqueeze(-1)).exp(), 0.0)
-    products = abs(scale) * torch.einsum("bihd,bjhd->bhij", q.abs(), wide_k.abs())  # whose sums the scores are
     delta = torch.einsum("bihd,bihd->bhi", dout.abs(), out.abs())
     delta = delta if dlse is None else delta + dlse.double().abs()
     dscores = scale * weights * (torch.einsum("bihd,bjhd->bhij", dout.abs(), wide_v.abs()) + delta.unsqueeze(-1))
     return Result(
         torch.einsum("bhij,bjhd->bihd", weights, wide_v.abs()),
-        torch.where(lse > -torch.inf, lse.abs() + 1.0 + (weights * products).sum(-1), 0.0),
+        torch.where(lse > -torch.inf, lse.abs() + 1.0, 0.0),
         torch.einsum("bhij,bjhd->bihd", dscores, wide_k.abs()),
         _over_shares(torch.einsum("bhij,bihd->bjhd", dscores, q.abs()), share),
         _over_shares(torch.einsum("bhij,bihd->bjhd", weights, dout.abs()), share),
