@@ -172,3 +172,41 @@ def cases(draw: st.DrawFn, most: int, *, widths: Sequence[int] = range(1, 25)) -
         draw(st.booleans()),
         draw(st.integers(0, 1000)),
     )
+
+
+@st.composite
+def even_cases(draw: st.DrawFn, block: int) -> Case:
+    """Rows as LongNet's branches have them over ranks: each part has all rows of a program of `block` rows, or none.
+
+    Such parts are looked up by a program's first row alone. They begin at any of several spans, so that some begin
+    between two rows of the programs before them.
+    """
+    stride, batch, kv_heads = draw(st.sampled_from([2, 4])), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    share, span, spans = draw(st.integers(1, 2)), stride * block, 2
+    steps = [stride, *draw(st.lists(st.sampled_from([1, 2, stride]), max_size=4))]
+    some = tuple(draw(_even_place(step, span, spans, batch, kv_heads, share)) for step in steps)
+    floats = st.sampled_from(FLOATS)
+    return Case(
+        spans * span,
+        batch,
+        kv_heads * share,
+        draw(st.sampled_from([8, 16, 24])),
+        some,
+        tuple(draw(floats) for _ in some),
+        range(draw(st.sampled_from([0, 0, span])), spans * span),
+        draw(st.sampled_from(["nothing", "elsewhere", "in place"])),
+        draw(floats),
+        False,
+        draw(st.integers(0, 1000)),
+    )
+
+
+@st.composite
+def _even_place(draw: st.DrawFn, step: int, span: int, spans: int, batch: int, kv_heads: int, share: int) -> Place:
+    first = draw(st.integers(0, spans - 1))
+    stop = draw(st.integers(first + 1, spans))
+    heads = draw(within(kv_heads, widest_step=1))
+    skew = 1 if share == 1 and 1 < len(heads) <= step and draw(st.booleans()) else 0
+    phase = draw(st.integers(0, step - 1 - skew * (len(heads) - 1)))
+    rows = range(first * span + phase, stop * span, step)
+    return Place(draw(within(batch, widest_step=1)), 1, 0, heads, skew, rows, share)

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longring.kernels.places import Part, Place
 from longring.numerics.online_softmax import Partial, merge_, nothing_seen
-from random_parts import Case, added, cases, merged
+from random_parts import Case, added, cases, even_cases, merged
 from watched_memory import watched_memory
 
 pytest.importorskip("triton", reason="needs the triton package")
@@ -20,13 +20,14 @@ merge_parts, add_parts = module.merge_parts, module.add_parts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 N = 40
+ROWS = 8  # of a program here
 
 
 @pytest.fixture(autouse=True, scope="module")
 def several_programs_a_head():
     with pytest.MonkeyPatch.context() as patch:
         for name in ("BLOCKS", "MERGING"):
-            patch.setattr(module, name, dict.fromkeys(module.BLOCKS, (8, 4)))
+            patch.setattr(module, name, dict.fromkeys(module.BLOCKS, (ROWS, 4)))
         yield
 
 
@@ -50,6 +51,18 @@ def test_a_sum_is_what_all_add_up_to(case: Case):
     want = added(made)
     add_parts(made.sums, case.window, made.before and made.before.out, made.into.out)
     made.assert_added(want)
+
+
+@settings(max_examples=25)
+@given(even_cases(ROWS), st.sampled_from([torch.float64, torch.float32]))
+def test_parts_that_are_looked_up_by_a_programs_first_row(case: Case, log_dtype):
+    made = case.tensors(DEVICE, log_dtype)
+    want = merged(made), added(made)
+    merge_parts(made.parts, case.window, made.before, made.into)
+    made.assert_merged(want[0])
+    made = case.tensors(DEVICE, log_dtype)
+    add_parts(made.sums, case.window, made.before and made.before.out, made.into.out)
+    made.assert_added(want[1])
 
 
 @given(cases(N), st.sampled_from([torch.float64, torch.float32]), st.integers(1, 3))

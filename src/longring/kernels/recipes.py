@@ -168,10 +168,10 @@ def picked(operations: tuple[Operation, ...], asked: Asked, size: Size, is_home:
     """The fastest of the operations that take such a stack."""
     able = willing_for(operations, asked.dtype, asked.device, size.d, asked.has_dlse)
     willing = {operation.name: operation for operation in able if operation.takes(size.rows, size.cols)}
-    if len(willing) < 2 or asked.device.type != "cuda":
+    if len(willing) < 2 or asked.device.type == "cpu":
         return next(iter(willing.values()), None)
     sparing = tuple(name for name, one in willing.items() if is_home and isinstance(one, WritesInPlace))
-    return willing[by_speed(tuple(willing), asked.which, size, _generation(asked.device), sparing)[0]]
+    return willing[by_speed(tuple(willing), asked.which, size, _kind(asked), sparing)[0]]
 
 
 @lru_cache(maxsize=256)

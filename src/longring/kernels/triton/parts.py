@@ -393,8 +393,12 @@ def _own(asked, heads, stride, each, phase, by_heads, by_stride, by_each, ROWS: 
 
 @triton.jit
 def _is_near(seat, first, stride, ROWS: tl.constexpr):
-    """Whether a head's rows in a part begin before the end of these and end after their beginning."""
-    return (tl.load(seat) < first + ROWS * stride) & (tl.load(seat + 1) > first)
+    """Whether a part of this head begins at or before the program's last row, and ends after its first.
+
+    Against the row one stride past the last, a part that begins in between would be taken for near: where the first
+    row answers for all (EVEN), it would then be looked up before its beginning, at a negative offset.
+    """
+    return (tl.load(seat) <= first + (ROWS - 1) * stride) & (tl.load(seat + 1) > first)
 
 
 @triton.jit
