@@ -27,6 +27,7 @@ from ..geometry.portions import (
 from ..geometry.slabs import Slab
 from ..geometry.stacks import Stack
 from ..geometry.tiles import Tile, pairs_in_band
+from .built_plans import Built, BuiltPlans
 from .operations.contract import Operation, TakesMany, WritesInPlace
 from .rates import BLOCK, Cost, Pass, Size, by_speed, cost_alone, cost_of_merging, cost_together, generation
 from .shelf import Shelf
@@ -75,6 +76,7 @@ class Asked(NamedTuple):
     can_be_done: bool  # and nothing will be afterwards
     has_dlse: bool = False
     has_sign: bool = False  # q is negated, and dq has to be
+    may_build: bool = True  # plans of operations that build one for each size (cuDNN)
 
 
 STACKS_KEPT = 1 << 14  # of all recipes: some dozens of megabytes
@@ -82,20 +84,97 @@ STACKS_KEPT = 1 << 14  # of all recipes: some dozens of megabytes
 
 def recipe(operations: tuple[Operation, ...], tiles: tuple[Tile, ...], asked: Asked) -> tuple[Leg, ...]:
     """What computes these tiles; the latest are remembered."""
-    return _recipes.find((operations, tiles, asked), lambda: _written(operations, tiles, asked))
+    return _recipes.find((operations, tiles, asked), lambda: _Remembered(operations, tiles, asked)).legs()
 
 
 def forget() -> None:
     """After which operations are asked again, as when others were installed."""
     _recipes.clear()
+    _plans.clear()
     willing_for.cache_clear()
 
 
-def _stacks_in(legs: tuple[Leg, ...]) -> int:
-    return 1 + sum(len(step.stacks) for leg in legs for step in leg.steps)
+class _Remembered:
+    """The recipe of a kind of call: at first without building plans, later with them, once they are worth it.
+
+    cuDNN builds a plan for every size it has not seen, which takes as long as hundreds of small calls. So a kind of
+    call that is new goes without, and one that comes again gets them as `BuiltPlans` allows. Lengths or documents that
+    are never the same twice build none.
+    """
+
+    def __init__(self, operations: tuple[Operation, ...], tiles: tuple[Tile, ...], asked: Asked) -> None:
+        self._kind = operations, tiles, asked
+        can_wait = len(operations) > 1 and any(operation.builds_plans for operation in operations)
+        self._is_settled = not can_wait or asked.device.type == "cpu"
+        self._legs = _written(operations, tiles, asked._replace(may_build=self._is_settled))
+        self._quicker: tuple[Leg, ...] | None = None
+        self._saves = 0.0  # seconds a call, as estimated
+        self._calls = 0
+        self._owed = 0.0  # seconds that were spent in advance
+
+    def legs(self) -> tuple[Leg, ...]:
+        if self._is_settled or _is_capturing(self._kind[2].device):
+            return self._legs
+        self._calls += 1
+        if self._owed:
+            self._pay_back()
+        elif self._calls > 1:
+            self._weigh()
+        return self._legs
+
+    def _weigh(self) -> None:
+        if self._quicker is None:
+            self._quicker = _written(*self._kind)
+            asked = self._kind[2]
+            self._saves = _seconds(self._legs, asked) - _seconds(self._quicker, asked)
+        if self._saves <= 0:
+            self._is_settled = True
+            return
+        price = _plans.bought(_built_by(self._quicker, self._kind[2]), self._saves * self._calls)
+        if price is not None:
+            self._legs, self._owed, self._is_settled = self._quicker, price, price == 0
+
+    def _pay_back(self) -> None:
+        seconds = min(self._owed, self._saves)
+        self._owed -= seconds
+        self._is_settled = self._owed <= 0
+        _plans.paid_back(seconds)
+
+    @property
+    def weight(self) -> int:
+        return 1 + sum(len(step.stacks) for leg in self._legs for step in leg.steps)
 
 
-_recipes: Shelf[tuple[Leg, ...]] = Shelf(STACKS_KEPT, _stacks_in)
+def _is_capturing(device: torch.device) -> bool:
+    """Into a CUDA graph, where no plan can be built."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _built_by(legs: Sequence[Leg], asked: Asked) -> set[Built]:
+    """The plans that these legs need."""
+    steps = [step for leg in legs for step in leg.steps if isinstance(step, Alone)]
+    found = (step.stack for step in steps if step.operation is not None and step.operation.builds_plans)
+    return {_plan_of(asked, size_of(stack, asked.q[3])) for stack in found}
+
+
+def _plan_of(asked: Asked, size: Size) -> Built:
+    return asked.which, asked.dtype, asked.has_dlse, asked.q[2] // asked.k[2], size
+
+
+def _seconds(legs: Sequence[Leg], asked: Asked) -> float:
+    """What all launches of the legs take, as estimated."""
+    host = device = 0.0
+    for step in (step for leg in legs for step in leg.steps):
+        if isinstance(step, Together):
+            device += _time_of([step.stacks], step.operation, asked)
+        else:
+            cost = _cost(step, asked)
+            host, device = host + cost.host, device + cost.device
+    return max(host, device)
+
+
+_plans = BuiltPlans()
+_recipes: Shelf[_Remembered] = Shelf(STACKS_KEPT, lambda remembered: remembered.weight)
 
 
 def _written(operations: tuple[Operation, ...], tiles: tuple[Tile, ...], asked: Asked) -> tuple[Leg, ...]:
@@ -168,6 +247,8 @@ def picked(operations: tuple[Operation, ...], asked: Asked, size: Size, is_home:
     """The fastest of the operations that take such a stack."""
     able = willing_for(operations, asked.dtype, asked.device, size.d, asked.has_dlse)
     willing = {operation.name: operation for operation in able if operation.takes(size.rows, size.cols)}
+    if not asked.may_build and _plan_of(asked, size) not in _plans:
+        willing = {name: one for name, one in willing.items() if not one.builds_plans} or willing
     if len(willing) < 2 or asked.device.type == "cpu":
         return next(iter(willing.values()), None)
     sparing = tuple(name for name, one in willing.items() if is_home and isinstance(one, WritesInPlace))

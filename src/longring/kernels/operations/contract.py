@@ -29,6 +29,7 @@ class Rows(NamedTuple):
 class Operation(Protocol):
     name: str
     is_deterministic: bool  # the same bits from run to run on one kind of hardware
+    builds_plans: bool  # for each size it meets for the first time, which takes far longer than a small call
 
     def with_the_same_bits(self) -> Operation | None:
         """The same, deterministic, if there is such a thing."""

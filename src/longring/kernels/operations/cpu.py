@@ -25,6 +25,7 @@ LARGEST_HEAD = 512
 class CpuFlash:
     name = "cpu_flash"
     is_deterministic = True
+    builds_plans = False
 
     def with_the_same_bits(self) -> CpuFlash | None:
         return self if self.is_deterministic else None

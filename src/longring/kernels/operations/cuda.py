@@ -62,6 +62,7 @@ class _InSteps:
     """Head dimensions in steps of 8, of which a gradient of lse needs one; sums by atomics, in any order."""
 
     is_deterministic = False
+    builds_plans = False
 
     def with_the_same_bits(self) -> None:
         return None
@@ -75,6 +76,7 @@ class _InSteps:
 
 class Cudnn(_InSteps):
     name = "cudnn"
+    builds_plans = True
 
     def refusal(self, q: Tensor, head_dim: int) -> str | None:
         if q.device.type == "cuda" and not torch.backends.cudnn.is_available():

@@ -105,6 +105,7 @@ class _FlashAttn(OfSequences):
     """All of them compute the same thing, rows that see a window, and each is told so in its own words."""
 
     package: Package
+    builds_plans = False
 
     def __init__(self, *, is_deterministic: bool = False) -> None:
         self.is_deterministic = is_deterministic

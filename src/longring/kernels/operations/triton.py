@@ -20,6 +20,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 class TritonTiles:
     name = "triton"
     is_deterministic = True
+    builds_plans = False
     takes_anything = True
 
     def with_the_same_bits(self) -> TritonTiles:
