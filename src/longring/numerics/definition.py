@@ -5,8 +5,6 @@ Written from the contract alone; it shares nothing with the tile cutter, the mer
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
@@ -33,19 +31,22 @@ def defined_attention(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, scale: fl
 
 def pair_counts(pattern: Pattern, problem: Problem) -> Tensor:
     """How often each pair counts, [batch, kv_heads, n_q, n_k], by asking every pair in turn."""
-    i = torch.arange(problem.n_q).add(problem.offset).view(1, 1, -1, 1)
-    j = torch.arange(problem.n_k).view(1, 1, 1, -1)
+    counts = pair_counts_at(pattern, problem, torch.arange(problem.n_q), torch.arange(problem.n_k))
+    return counts.expand(problem.batch, problem.kv_heads, problem.n_q, problem.n_k)
+
+
+def pair_counts_at(pattern: Pattern, problem: Problem, rows: Tensor, keys: Tensor) -> Tensor:
+    """The counts of these rows of q and these keys only, [batch or 1, kv_heads or 1, rows, keys], on their device."""
+    i, j = rows.add(problem.offset).view(1, 1, -1, 1), keys.view(1, 1, 1, -1)
     if isinstance(pattern, Dense):
-        counts = _dense_counts(pattern, problem, i, j)
-    elif isinstance(pattern, Dilated):
-        counts = _dilated_counts(pattern, problem, i, j)
-    else:
-        raise PatternError(f"pattern must be longring.Dense or longring.Dilated, got {pattern!r}")
-    return counts.long().expand(problem.batch, problem.kv_heads, problem.n_q, problem.n_k)
+        return _dense_counts(pattern, i, j).long()
+    if isinstance(pattern, Dilated):
+        return _dilated_counts(pattern, problem, i, j).long()
+    raise PatternError(f"pattern must be longring.Dense or longring.Dilated, got {pattern!r}")
 
 
-def _dense_counts(pattern: Dense, problem: Problem, i: Tensor, j: Tensor) -> Tensor:
-    counts = torch.ones(1, 1, problem.n_q, problem.n_k, dtype=torch.bool)
+def _dense_counts(pattern: Dense, i: Tensor, j: Tensor) -> Tensor:
+    counts = torch.ones_like(j - i, dtype=torch.bool)
     if pattern.causal:
         counts = counts & (j <= i)
     left, right = pattern.window or (None, None)
@@ -57,43 +58,44 @@ def _dense_counts(pattern: Dense, problem: Problem, i: Tensor, j: Tensor) -> Ten
         starts_i, starts_j = _document_starts(pattern.documents, i), _document_starts(pattern.documents, j)
         counts = counts & (starts_i == starts_j) & (starts_i >= 0)
     if pattern.lengths is not None:
-        counts = counts & (j < torch.tensor(pattern.lengths).view(-1, 1, 1, 1))
+        counts = counts & (j < torch.tensor(pattern.lengths, device=j.device).view(-1, 1, 1, 1))
     return counts
 
 
 def _dilated_counts(pattern: Dilated, problem: Problem, i: Tensor, j: Tensor) -> Tensor:
-    heads = torch.arange(problem.kv_heads).view(1, -1, 1, 1)
-    together: Tensor | bool = True
+    heads = torch.arange(problem.kv_heads, device=j.device).view(1, -1, 1, 1)
+    together = torch.ones_like(j - i, dtype=torch.bool)
     if pattern.documents is not None:
         starts_i, starts_j = _document_starts(pattern.documents, i), _document_starts(pattern.documents, j)
         together = (starts_i == starts_j) & (starts_i >= 0)
         i, j = i - starts_i, j - starts_j
     if pattern.causal:
         together = (j <= i) & together
-    total = torch.zeros(1, 1, 1, 1, dtype=torch.long)
+    total = torch.zeros(1, 1, 1, 1, dtype=torch.uint8, device=j.device)  # one byte a pair: millions at a time
     for number, (w, r) in enumerate(pattern.branches):
-        phase, here = heads % r, torch.tensor(True)
+        phase, here = heads % r, torch.ones_like(heads, dtype=torch.bool)
         if isinstance(pattern, HeadSplit):
-            phase, here = number % r, _branch_of_each(problem.kv_heads, len(pattern.branches)) == number
+            phase, here = torch.full_like(heads, number % r), _heads_of_branch(heads, number, len(pattern.branches))
         elif pattern.phase == "block":
             phase = heads // -(-problem.kv_heads // r)
         kept_i, kept_j = i % w % r == phase, j % w % r == phase
-        total = total + (kept_i & kept_j & (i // w == j // w) & together & here).long()
+        total = total + (kept_i & kept_j & (i // w == j // w) & together & here).byte()
     return total
 
 
-def _branch_of_each(kv_heads: int, branches: int) -> Tensor:
-    """The branch of each kv head: a run of heads for every branch, the first runs longer by one."""
-    runs = [kv_heads // branches + (number < kv_heads % branches) for number in range(branches)]
-    return torch.arange(branches).repeat_interleave(torch.tensor(runs)).view(1, -1, 1, 1)
+def _heads_of_branch(heads: Tensor, number: int, branches: int) -> Tensor:
+    """Which heads a branch has: a run of heads for every branch, the first runs longer by one."""
+    many, longer = divmod(heads.numel(), branches)
+    first = number * many + min(number, longer)
+    return (first <= heads) & (heads < first + many + (number < longer))
 
 
 def _document_starts(documents: tuple[tuple[int, ...], ...], positions: Tensor) -> Tensor:
     """Where the document of each position starts, per batch row; -1 for a position in no document."""
     rows = []
     for boundaries in documents:
-        start = torch.full_like(positions, -1)
-        for first, stop in pairwise(boundaries):
-            start = torch.where((first <= positions) & (positions < stop), first, start)
-        rows.append(start)
+        # one more start at the end, and one before all others, for positions outside of every document
+        starts = torch.tensor([-1, *boundaries[:-1], -1], device=positions.device)
+        ends = torch.tensor(boundaries, device=positions.device)
+        rows.append(starts[torch.bucketize(positions, ends, right=True)])
     return torch.cat(rows)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...geometry.patterns import Pattern
-from .exact import Sum, exact_columns, exact_rows
+from ...testing.sampled import Sum, exact_columns, exact_rows
 from .given import Given
 
 SAMPLES = 24

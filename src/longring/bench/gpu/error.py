@@ -12,11 +12,11 @@ from torch import Tensor
 from ...functional import attention
 from ...geometry.patterns import Dense
 from ...schedules.buffers import release_buffers
+from ...testing.sampled import exact_columns, exact_rows
 from ..records import Row
 from .check import Errors, Result
 from .contest import Differentiated, Entry, Stage
 from .direct import direct_kernels
-from .exact import exact_columns, exact_rows
 from .given import Given, given
 from .recreated import RingFlashAttention, TransformerEngine
 from .virtual_ring import VirtualRing

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...testing.sampled import Given
+
 
 class Shape(NamedTuple):
     n: int
@@ -17,27 +19,6 @@ class Shape(NamedTuple):
     def __str__(self) -> str:
         heads = f"{self.heads} heads" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads} heads"
         return f"n = {tokens(self.n)}, {heads}, d = {self.d}"
-
-
-class Given(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor | None
-
-    @property
-    def upstream(self) -> Tensor:
-        assert self.dout is not None, "made without a gradient to start a backward from"
-        return self.dout
-
-    @property
-    def tensor_bytes(self) -> int:
-        """One tensor of the call's size: the unit in which memory is told."""
-        return self.q.numel() * self.q.element_size()
-
-    def with_gradients(self) -> Given:
-        q, k, v = (x.detach().requires_grad_() for x in (self.q, self.k, self.v))
-        return Given(q, k, v, self.dout)
 
 
 class Place(NamedTuple):
