@@ -42,6 +42,7 @@ from random_configurations import (  # noqa: E402
     CRASH,
     FAILURES,
     HANG,
+    NO_MEMORY,
     RIGHT,
     Configuration,
     Limits,
@@ -123,7 +124,12 @@ def work(told: argparse.Namespace) -> None:
     for line in sys.stdin:
         # the stack of a call that hangs, before this process is ended for it
         faulthandler.dump_traceback_later(told.limit * 0.9, exit=False)
-        found = run(draw(told.seed, int(line), limits), told.device, judged_on=judged_on)
+        configuration = draw(told.seed, int(line), limits)
+        for patience in (2.0, 8.0, 0.0):  # the memory is shared: others may have had it
+            found = run(configuration, told.device, judged_on=judged_on)
+            if found.outcome != NO_MEMORY or not patience:
+                break
+            time.sleep(patience)
         faulthandler.cancel_dump_traceback_later()
         if told.device == "cuda" and not found.is_poisoned:
             keep_little()
@@ -182,16 +188,14 @@ class Worker:
         self.facts: dict[str, str] = self._heard(STARTING * (3 if told.sanitizer else 1))["facts"]
 
     def ask(self, index: int, seconds: float) -> dict[str, Any]:
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(f"{index}\n".encode())
-            self._process.stdin.flush()
+            self._pipes[0].write(f"{index}\n".encode())
+            self._pipes[0].flush()
         except OSError:
             raise Gone(self._ended()) from None
         return self._heard(seconds)
 
     def _heard(self, seconds: float) -> dict[str, Any]:
-        assert self._process.stdout is not None
         until = time.monotonic() + seconds
         while True:
             line, found, self._rest = self._rest.partition(b"\n")
@@ -201,9 +205,9 @@ class Worker:
                 continue
             self._rest = line
             left = until - time.monotonic()
-            if left <= 0 or not select.select([self._process.stdout], [], [], left)[0]:
+            if left <= 0 or not select.select([self._pipes[1]], [], [], left)[0]:
                 raise TimeoutError(f"no answer for {seconds:.0f} s\n{self.last_words()}")
-            more = os.read(self._process.stdout.fileno(), 1 << 16)
+            more = os.read(self._pipes[1].fileno(), 1 << 16)
             if not more:
                 raise Gone(self._ended())
             self._rest += more
@@ -220,20 +224,25 @@ class Worker:
         return self._err.read_text(errors="replace")[-most:]
 
     def end(self, patience: float = 30.0) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.close()
+        """No more is asked."""
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            self._pipes[0].close()
             self._process.wait(patience)
-        except (OSError, subprocess.TimeoutExpired):
-            self.kill()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        self.kill()
 
     def kill(self) -> None:
         """It and what it started: under compute-sanitizer the process that computes is another one."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(30)
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # of what it did not read
+                pipe.close()
+
+    @property
+    def _pipes(self) -> tuple[Any, Any]:
+        return self._process.stdin, self._process.stdout
 
     def sanitizer_errors(self) -> list[str]:
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
@@ -255,7 +264,7 @@ def environment(told: argparse.Namespace) -> dict[str, str]:
     found["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // told.jobs))
     if told.sanitizer:
         found["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-        del found["PYTORCH_CUDA_ALLOC_CONF"]
+        found.pop("PYTORCH_CUDA_ALLOC_CONF")
     return found
 
 

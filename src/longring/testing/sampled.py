@@ -21,7 +21,6 @@ from ..numerics.definition import pair_counts_at
 from ..numerics.online_softmax import accumulator_dtype
 
 NUMBERS_AT_ONCE = 1 << 25  # 256 MiB of float64, a few of which are alive at a time
-TERMS_AT_ONCE = 64  # kernels add up blocks of at least so many terms before they add to a total
 EXPONENTIAL = 4.0  # roundings in an exponential of a GPU's approximation
 
 
@@ -106,13 +105,12 @@ def exact_rows(
         out_noise += torch.einsum("bhij,bjh->bih", (weights * slip) ** 2, norms)
         squares += torch.einsum("bhij,bjh->bih", (weights > 0).to(dtype), norms)
         mean_slip += (weights * slip).sum(-1)
-    long = (1 + terms / TERMS_AT_ONCE).sqrt()
-    lse_allowed = unit.sums / 2 * (EXPONENTIAL + long + known.abs() + mean_slip)
-    size, rowed = out_size.sqrt_(), long.mT
+    of_total = EXPONENTIAL + _added_up(terms, drift=True) + known.abs()  # of the sum of all weights
+    lse_allowed = unit.sums / 2 * (of_total + mean_slip)
+    size, added = out_size.sqrt_(), _added_up(terms).mT
     reach = torch.maximum(size, out.norm(dim=-1))
-    out_allowed = unit.inputs * reach + unit.sums / 2 * (
-        out_noise.sqrt_() + (EXPONENTIAL + known.abs().mT) * out.norm(dim=-1) + rowed * reach
-    )
+    in_sums = out_noise.sqrt_() + of_total.mT * out.norm(dim=-1) + added * reach
+    out_allowed = unit.inputs * reach + unit.sums / 2 * in_sums
     # 16-bit weights of softmax are 1 at most: the smallest are rounded to multiples of the least number
     out_allowed += unit.least / 2 * (_weights(highest.unsqueeze(-1), lse).squeeze(-1).mT * squares.sqrt() + d**0.5)
     out_allowed *= terms.mT > 0
@@ -139,7 +137,7 @@ def exact_rows(
     norm = dq.norm(dim=-1)
     reach = torch.maximum(dq_rounded.sqrt_(), norm)
     allowed = torch.hypot(unit.inputs * reach, delta_error * met.norm(dim=-1)) + lse_allowed.mT * norm
-    allowed += unit.sums / 2 * (dq_noise.sqrt_() + rowed * reach)
+    allowed += unit.sums / 2 * (dq_noise.sqrt_() + added * reach)
     allowed += unit.least / 2 * (squares.sqrt() + d**0.5)
     return Rows(found, lse, Sum(dq, dq_size.sqrt_(), allowed * (terms.mT > 0)), lse_allowed)
 
@@ -187,13 +185,12 @@ def exact_columns(
             total += torch.einsum("bhij,bih->bjh", per_pair, per_row)
         terms += _by_heads((counts > 0).sum(2), k.shape[2]).mT
     kept = _over_shares(terms, share)
-    long = (1 + kept / TERMS_AT_ONCE).sqrt()
 
     def summed(total: Tensor, *parts: Tensor) -> Sum:
         value = _over_shares(total, share)
         size, rounded, noise, squares = (_over_shares(part, share).sqrt_() for part in parts)
         reach = torch.maximum(rounded, value.norm(dim=-1))
-        allowed = unit.inputs * reach + unit.sums / 2 * (noise + long * reach)
+        allowed = unit.inputs * reach + unit.sums / 2 * (noise + _added_up(kept) * reach)
         return Sum(value, size, (allowed + unit.least / 2 * (squares + d**0.5)) * (kept > 0))
 
     of_dv = summed(dv, dv_size, dv_size, dv_noise, dv_squares)
@@ -237,8 +234,9 @@ class _Unit(NamedTuple):
 
     @staticmethod
     def of(x: Tensor) -> _Unit:
-        info = torch.finfo(x.dtype)
-        return _Unit(info.eps, torch.finfo(accumulator_dtype(x.dtype)).eps, info.tiny * info.eps)
+        info, wide = torch.finfo(x.dtype), accumulator_dtype(x.dtype)
+        own = 2.0 if wide == torch.float64 else 1.0  # what is judged against then errs as much
+        return _Unit(own * info.eps, own * torch.finfo(wide).eps, info.tiny * info.eps)
 
 
 class _Upstream(NamedTuple):
@@ -258,22 +256,33 @@ class _Upstream(NamedTuple):
 
     def terms(self, weights: Tensor, dweights: Tensor, slip: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of weights * (dweights - delta), squared: its size, itself (which is rounded), and what sums lose of it."""
-        delta, half = self.delta.unsqueeze(-1), v.shape[3] / 2
+        delta, d = self.delta.unsqueeze(-1), v.shape[3]
         size = weights**2 * (dweights**2 + delta**2)
         products = torch.einsum("bihd,bjhd->bhij", self.dout**2, v**2) + self.delta_size.unsqueeze(-1) ** 2
-        noise = 2 * slip**2 * size + half * weights**2 * products
+        noise = (2 * slip**2 + d) * size + d * weights**2 * products
         return size, (weights * (dweights - delta)) ** 2, noise
 
 
 def _slip(scores: Tensor, lse: Tensor, q: Tensor, k: Tensor, scale: float) -> Tensor:
     """By how many half spacings of the accumulator's dtype a weight may be off, relative to it.
 
-    The products of a score are added up one by one: partial sums walk at random, and drift to where the score is. Then
-    score and lse are rounded, and the exponential is.
+    The products of a score are added up one by one: partial sums walk at random, and drift to where the score is. A
+    rounding is two fifths of its largest in the mean; this is four times the mean of all. Then score and lse are
+    rounded, and the exponential is.
     """
     scores = _known(scores)
     walk = scale**2 * torch.einsum("bihd,bjhd->bhij", q**2, k**2) + scores**2
-    return EXPONENTIAL + (walk * (q.shape[3] / 2)).sqrt_() + scores.abs() + lse.abs().unsqueeze(-1)
+    return EXPONENTIAL + (walk * q.shape[3]).sqrt_() + scores.abs() + lse.abs().unsqueeze(-1)
+
+
+def _added_up(terms: Tensor, *, drift: bool = False) -> Tensor:
+    """By how many half spacings a sum may be off whose terms are added one by one, relative to its size.
+
+    A rounding is two fifths of its largest in the mean. Partial sums of terms of either sign walk at random, to half
+    the squares of all, and a row of such sums is off by their mean. One sum of positive terms drifts, to a third, and
+    may be off by four times the mean; its terms are added by four threads at least.
+    """
+    return 1 + (4 * 0.4 * (terms / 3 / 4).sqrt() if drift else 1.4 * 0.4 * (terms / 2).sqrt())
 
 
 def _over_shares(total: Tensor, share: int) -> Tensor:
