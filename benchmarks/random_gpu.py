@@ -52,6 +52,7 @@ from random_configurations import (  # noqa: E402
 )
 
 ANSWER = "ANSWER "
+GRACE = 30.0  # seconds past the end of a run in which what was begun may come to an end
 STARTING = 180.0  # seconds that a process may take to load PyTorch and open the GPU
 SANITIZER_FOUND = 9
 MEMCHECK = (
@@ -86,6 +87,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, help="seconds for one configuration (60; 240 with --sanitizer)")
     parser.add_argument("--record", type=Path, help="a JSON file to add this run to")
     parser.add_argument("--sources", help="a hash of the engine's sources, for the record")
+    parser.add_argument("--commit", help="for the record, where there is no git")
     parser.add_argument("--sanitizer", action="store_true", help="under compute-sanitizer's memcheck")
     parser.add_argument("--replay", metavar="JSON", help="run this configuration alone")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -338,7 +340,16 @@ class Run:
         sanitizer = {"tool": "memcheck", "errors": 0, "configurations": 0, "reports": []} if told.sanitizer else None
         started = datetime.now(UTC).isoformat(timespec="seconds")
         self.done = Done(
-            told.seed, 0, started, 0.0, commit(), told.sources, {}, asdict(self._limits), told.jobs, sanitizer
+            told.seed,
+            0,
+            started,
+            0.0,
+            told.commit or commit(),
+            told.sources,
+            {},
+            asdict(self._limits),
+            told.jobs,
+            sanitizer,
         )
 
     def go(self) -> Done:
@@ -366,9 +377,15 @@ class Run:
                 return
             configuration = draw(self._told.seed, index, self._limits)
             before = len(worker.sanitizer_errors())
+            patience = min(self._told.limit, self._until + GRACE - time.monotonic())
             try:
-                found = Outcome(configuration, **worker.ask(index, self._told.limit))
+                found = Outcome(configuration, **worker.ask(index, patience))
             except TimeoutError as error:
+                if patience < self._told.limit:  # the run is over: whether it hangs is not known
+                    worker.kill()
+                    with self._lock:
+                        self.done.unfinished += 1
+                    return
                 found = Outcome(configuration, HANG, str(error), seconds=self._told.limit)
             except Gone as error:
                 found = Outcome(configuration, CRASH, str(error))
@@ -463,6 +480,8 @@ def report(done: Done) -> int:
     total = sum(done.outcomes.values())
     print(f"\nseed {done.seed}, {total} configurations in {done.minutes} minutes on {done.facts.get('device')}")
     print(", ".join(f"{count} {outcome}" for outcome, count in done.outcomes.most_common()))
+    if done.unfinished:
+        print(f"{done.unfinished} more were begun and not over in time")
     print(f"dilated over ranks with 32,768 tokens and more, right: {done.dilated_over_ranks_from_32768_tokens}")
     for dtype, quantities in sorted(done.worst.items()):
         told = ", ".join(f"{name} {known['ratio']:.2g}" for name, known in quantities.items())

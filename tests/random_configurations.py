@@ -25,7 +25,7 @@ from longring.errors import KernelRefusal, RowsLeftOut
 from longring.geometry.layouts import Layout, deal
 from longring.schedules.buffers import release_buffers
 from longring.testing import Result
-from longring.testing.sampled import Given, error_ratios, exact_columns, exact_rows, lse_ratios
+from longring.testing.sampled import Columns, Given, Rows, Sum, error_ratios, exact_columns, exact_rows, lse_ratios
 
 DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
 FAR = 32_768  # tokens from which a dilated pattern over ranks is as long as those that once failed
@@ -410,9 +410,9 @@ def _synchronize(x: Tensor) -> None:
 
 
 def _kind_of(error: BaseException) -> str:
-    if isinstance(error, torch.OutOfMemoryError):
-        return NO_MEMORY
     told = _told(error)
+    if "OutOfMemoryError" in told:
+        return NO_MEMORY
     return ILLEGAL if any(words in told for words in IS_ILLEGAL) else OTHER
 
 
@@ -463,11 +463,55 @@ def judged(configuration: Configuration, x: Given, got: Result, judged_on: str |
         "dv": error_ratios(got.dv[:, keys], columns.dv).max(),
         "finite": torch.stack([t.isfinite().all() for t in (got.out, got.dq, got.dk, got.dv)]).all().logical_not(),
     }
+    worst |= _sums(it, x, got, want, columns)
     numbers = torch.stack([each.double() for each in worst.values()]).tolist()  # one wait for all
     found = dict(zip(worst, numbers, strict=True))
     if found.pop("finite"):
         found["a number that is not finite"] = math.inf
     return found
+
+
+def _sums(it: Configuration, x: Given, got: Result, rows: Rows, columns: Columns) -> dict[str, Tensor]:
+    """The sums of dv and dk over all keys, which no sample can miss: a row's weights sum to one, and so
+
+        sum_j dv_j = sum_i dout_i of rows that see a key       sum_j dk_j = scale * sum_i dlse_i q_i
+
+    Errors of keys add up at random, as far as the sampled ones may be off; those of a row's lse and delta are common to
+    its keys.
+    """
+    scale = it.d**-0.5 if it.scale is None else it.scale
+    least = torch.finfo(x.q.dtype).tiny * torch.finfo(x.q.dtype).eps  # 16-bit weights below its half are lost
+    dout = torch.where((got.lse > -torch.inf).mT.unsqueeze(-1), x.upstream, 0.0)
+    delta = torch.linalg.vector_norm(dout * got.out, dim=-1, dtype=torch.float64)
+    lse_off = rows.lse_allowed.max()
+
+    def of_group(per_head: Tensor) -> Tensor:  # [batch, heads, ...] to [batch, kv_heads, ...]
+        return per_head.unflatten(1, (it.kv_heads, -1)).sum(2)
+
+    def ratio(found: Tensor, want: Tensor, of_keys: Sum, of_rows: Tensor) -> Tensor:
+        off = 2 * _relative(of_keys) * torch.linalg.vector_norm(found, dim=(1, 3), dtype=torch.float64)
+        distance = (found.sum(1, dtype=torch.float64) - want).norm(dim=-1)
+        return torch.where(distance == 0, 0.0, distance / (off + of_rows)).max()
+
+    of_dout = of_group(torch.linalg.vector_norm(dout, dim=(1, 3), dtype=torch.float64).square()).sqrt()
+    of_delta = (torch.linalg.vector_norm(x.q, dim=-1, dtype=torch.float64) * delta).square().sum(1)
+    of_delta = of_group(of_delta).sqrt()
+    dk = torch.zeros(it.batch, it.kv_heads, it.d, dtype=torch.float64, device=x.q.device)
+    if x.dlse is not None:
+        dlse = torch.where(got.lse > -torch.inf, x.dlse, 0.0)
+        dk = scale * of_group(torch.einsum("bhi,bihd->bhd", dlse.double(), x.q.double()))
+    dk_off = abs(scale) * (2 * lse_off + _relative(rows.out)) * of_delta + least * it.n_k * of_delta
+    dv = of_group(dout.sum(1, dtype=torch.float64))
+    return {
+        "sum of dv": ratio(got.dv, dv, columns.dv, (lse_off + least * it.n_k) * of_dout),
+        "sum of dk": ratio(got.dk, dk, columns.dk, dk_off),
+    }
+
+
+def _relative(some: Sum) -> Tensor:
+    """How far, of its size, the worst of the sampled may be off."""
+    size = torch.maximum(some.size, some.value.norm(dim=-1))
+    return torch.where(size > 0, some.allowed / size, 0.0).max()
 
 
 def sampled(configuration: Configuration) -> tuple[Tensor, Tensor]:

@@ -116,6 +116,20 @@ def test_one_number_that_is_nan_is_caught_wherever_it_is(monkeypatch):
     assert math.inf in judged(it, x, got).values()
 
 
+@pytest.mark.parametrize("quantity", ["dk", "dv"])
+def test_a_block_of_keys_that_is_wrong_is_caught_between_the_samples(quantity, monkeypatch):
+    monkeypatch.setattr(random_configurations, "SMALL", 0)
+    it = replace(CASES["dense"], n_q=2000, n_k=2000, ranks=0, layout="auto", dtype="bfloat16", with_dlse=True)
+    x, got, _ = computed(it, "cpu")
+    assert max(judged(it, x, got).values()) <= 1
+    keys = set(sampled(it)[1].tolist())
+    missed = next(j for j in range(2000) if not keys & set(range(j, j + 16)))
+    getattr(got, quantity)[0, missed : missed + 16] = 0.0
+    ratios = judged(it, x, got)
+    assert ratios.pop(f"sum of {quantity}") > 1
+    assert max(ratios.values()) <= 1
+
+
 def test_samples_are_at_edges():
     it = Configuration(
         3, 1, "dilated mod", 900_001, 900_001, 1, 8, 8, 64, "bfloat16", True,
