@@ -339,18 +339,8 @@ class Run:
         self._fatal: list[str] = []
         sanitizer = {"tool": "memcheck", "errors": 0, "configurations": 0, "reports": []} if told.sanitizer else None
         started = datetime.now(UTC).isoformat(timespec="seconds")
-        self.done = Done(
-            told.seed,
-            0,
-            started,
-            0.0,
-            told.commit or commit(),
-            told.sources,
-            {},
-            asdict(self._limits),
-            told.jobs,
-            sanitizer,
-        )
+        name = told.commit or commit()
+        self.done = Done(told.seed, 0, started, 0.0, name, told.sources, {}, asdict(self._limits), told.jobs, sanitizer)
 
     def go(self) -> Done:
         threads = [threading.Thread(target=self._drive, daemon=True) for _ in range(self._told.jobs)]

@@ -477,10 +477,11 @@ def _sums(it: Configuration, x: Given, got: Result, rows: Rows, columns: Columns
         sum_j dv_j = sum_i dout_i of rows that see a key       sum_j dk_j = scale * sum_i dlse_i q_i
 
     Errors of keys add up at random, as far as the sampled ones may be off; those of a row's lse and delta are common to
-    its keys.
+    its keys, and where all weights are equal so are their roundings.
     """
     scale = it.d**-0.5 if it.scale is None else it.scale
-    least = torch.finfo(x.q.dtype).tiny * torch.finfo(x.q.dtype).eps  # 16-bit weights below its half are lost
+    info = torch.finfo(x.q.dtype)
+    least = info.tiny * info.eps  # 16-bit weights below its half are lost
     dout = torch.where((got.lse > -torch.inf).mT.unsqueeze(-1), x.upstream, 0.0)
     delta = torch.linalg.vector_norm(dout * got.out, dim=-1, dtype=torch.float64)
     lse_off = rows.lse_allowed.max()
@@ -503,7 +504,7 @@ def _sums(it: Configuration, x: Given, got: Result, rows: Rows, columns: Columns
     dk_off = abs(scale) * (2 * lse_off + _relative(rows.out)) * of_delta + least * it.n_k * of_delta
     dv = of_group(dout.sum(1, dtype=torch.float64))
     return {
-        "sum of dv": ratio(got.dv, dv, columns.dv, (lse_off + least * it.n_k) * of_dout),
+        "sum of dv": ratio(got.dv, dv, columns.dv, (info.eps / 2 + lse_off + least * it.n_k) * of_dout),
         "sum of dk": ratio(got.dk, dk, columns.dk, dk_off),
     }
 
