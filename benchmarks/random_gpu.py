@@ -187,6 +187,7 @@ class Worker:
                 command, stdin=pipe, stdout=pipe, stderr=err, env=environment(told), start_new_session=True
             )
         self._rest = b""
+        self.told = 0  # errors of compute-sanitizer
         self.facts: dict[str, str] = self._heard(STARTING * (3 if told.sanitizer else 1))["facts"]
 
     def ask(self, index: int, seconds: float) -> dict[str, Any]:
@@ -247,8 +248,19 @@ class Worker:
         return self._process.stdin, self._process.stdout
 
     def sanitizer_errors(self) -> list[str]:
-        text = self.log.read_text(errors="replace") if self.log.exists() else ""
-        return [block.strip() for block in re.split(r"(?========== (?:Invalid|Misaligned|Out of|Leak))", text)[1:]]
+        """What it reported, and at the end one for all that are not known by their first word."""
+        log = self._log
+        found = [block.strip() for block in re.split(r"(?========== (?:Invalid|Misaligned|Out[- ]of))", log)[1:]]
+        summed = sum(map(int, re.findall(r"ERROR SUMMARY: (\d+) error", log)))
+        return found if summed <= len(found) else [*found, *[log[-1500:]] * (summed - len(found))]
+
+    @property
+    def has_summary(self) -> bool:
+        return "ERROR SUMMARY" in self._log
+
+    @property
+    def _log(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
 
 
 def same(told: argparse.Namespace) -> list[str]:
@@ -324,7 +336,8 @@ class Done:
 
     @property
     def is_clean(self) -> bool:
-        return not self.failures and not (self.sanitizer and self.sanitizer["errors"])
+        watched = self.sanitizer or {"errors": 0, "processes": 0, "summaries": 0}
+        return not self.failures and not watched["errors"] and watched["summaries"] == watched["processes"]
 
 
 class Run:
@@ -337,10 +350,21 @@ class Run:
         self._until = self._start + 60 * told.minutes
         self._folder = Path(tempfile.mkdtemp(prefix="random_gpu_"))
         self._fatal: list[str] = []
-        sanitizer = {"tool": "memcheck", "errors": 0, "configurations": 0, "reports": []} if told.sanitizer else None
+        watched = {"tool": "memcheck", "errors": 0, "configurations": 0, "processes": 0, "summaries": 0, "reports": []}
         started = datetime.now(UTC).isoformat(timespec="seconds")
         name = told.commit or commit()
-        self.done = Done(told.seed, 0, started, 0.0, name, told.sources, {}, asdict(self._limits), told.jobs, sanitizer)
+        self.done = Done(
+            told.seed,
+            0,
+            started,
+            0.0,
+            name,
+            told.sources,
+            {},
+            asdict(self._limits),
+            told.jobs,
+            watched if told.sanitizer else None,
+        )
 
     def go(self) -> Done:
         threads = [threading.Thread(target=self._drive, daemon=True) for _ in range(self._told.jobs)]
@@ -366,7 +390,6 @@ class Run:
                     self.done.unfinished += 1
                 return
             configuration = draw(self._told.seed, index, self._limits)
-            before = len(worker.sanitizer_errors())
             patience = min(self._told.limit, self._until + GRACE - time.monotonic())
             try:
                 found = Outcome(configuration, **worker.ask(index, patience))
@@ -379,15 +402,16 @@ class Run:
                 found = Outcome(configuration, HANG, str(error), seconds=self._told.limit)
             except Gone as error:
                 found = Outcome(configuration, CRASH, str(error))
-            if found.outcome in (HANG, CRASH) or found.is_poisoned:
-                worker.end(5.0) if found.is_poisoned else worker.kill()
-                self._watched(worker, before, configuration)
+            if found.is_poisoned:
+                self._end(worker)
+            elif found.outcome in (HANG, CRASH):
+                worker.kill()
+            self._watch(worker, configuration)
+            if found.is_poisoned or found.outcome in (HANG, CRASH):
                 worker = None
-            else:
-                self._watched(worker, before, configuration)
             self._add(found)
         if worker is not None:
-            worker.end()
+            self._end(worker)
 
     def _take(self) -> int | None:
         with self._lock:
@@ -405,18 +429,27 @@ class Run:
             self.done.facts = worker.facts
         return worker
 
-    def _watched(self, worker: Worker, before: int, configuration: Configuration) -> None:
-        """What compute-sanitizer has written since: errors of this configuration."""
-        watched = self.done.sanitizer
-        if watched is None:
+    def _watch(self, worker: Worker, configuration: Configuration | None = None) -> None:
+        """What compute-sanitizer has written since it was looked at: errors of this configuration."""
+        if (watched := self.done.sanitizer) is None:
             return
+        errors = worker.sanitizer_errors()
         with self._lock:
-            watched["configurations"] += 1
-            for error in worker.sanitizer_errors()[before:]:
-                watched["errors"] += 1
-                if len(watched["reports"]) < TOLD:
-                    report = {"error": error[:1500], "configuration": json.loads(configuration.to_json())}
-                    watched["reports"].append(report)
+            watched["configurations"] += configuration is not None
+            watched["errors"] += len(errors) - worker.told
+            for error in errors[worker.told :]:
+                asked = None if configuration is None else json.loads(configuration.to_json())
+                watched["reports"].append({"error": error[:1500], "configuration": asked})
+            del watched["reports"][TOLD:]
+        worker.told = len(errors)
+
+    def _end(self, worker: Worker) -> None:
+        worker.end()
+        if (watched := self.done.sanitizer) is not None:  # one that was not watched found nothing, which says nothing
+            with self._lock:
+                watched["processes"] += 1
+                watched["summaries"] += worker.has_summary
+            self._watch(worker)
 
     def _add(self, found: Outcome) -> None:
         with self._lock:
