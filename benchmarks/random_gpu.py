@@ -512,11 +512,10 @@ def report(done: Done) -> int:
     print("slowest: " + ", ".join(f"{each['seconds']} s (index {each['index']})" for each in done.slowest))
     for reason, count in sorted(done.refusals.items(), key=lambda each: -each[1])[:8]:
         print(f"refused {count} times: {reason}")
-    if done.sanitizer:
-        print(
-            f"compute-sanitizer: {done.sanitizer['errors']} errors in {done.sanitizer['configurations']} configurations"
-        )
-        for each in done.sanitizer["reports"]:
+    if watched := done.sanitizer:
+        whole = f"{watched['summaries']} of {watched['processes']} processes watched to their end"
+        print(f"compute-sanitizer: {watched['errors']} errors in {watched['configurations']} configurations, {whole}")
+        for each in watched["reports"]:
             print(f"{each['error']}\n  {json.dumps(each['configuration'])}")
     if done.failures:
         kinds = ", ".join(sorted({each["outcome"] for each in done.failures}))
