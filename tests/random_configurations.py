@@ -94,7 +94,8 @@ class Configuration:
     scale: float | None = None
     deterministic: bool = False
     with_dlse: bool = False
-    heads_first: bool = False  # in memory: rows of a head follow each other
+    memory: str = "plain"  # or another of MEMORY
+    dout_expanded: bool = False  # one number seen as a tensor, as of out.sum().backward()
 
     def to_json(self) -> str:
         plain = {each.name: each.default for each in fields(self)}
@@ -167,7 +168,8 @@ def draw(seed: int, index: int, limits: Limits) -> Configuration:
         causal=draw.random() < 0.6,
         phase="block" if kind == "dilated block" or (draw.random() < 0.2 and kind == "dilated documents") else "mod",
         with_dlse=draw.random() < 0.4,
-        heads_first=draw.random() < 0.15,
+        memory=draw.choice(MEMORY),
+        dout_expanded=draw.random() < 0.06,
         scale=draw.choice([None, None, None, None, -0.11, 0.3, 1e-3, -1e-4]),
         kernel=_kernel(draw, dtype, limits.device),
     )
@@ -181,6 +183,8 @@ KINDS = [
     *("dense", "dense", "window", "window", "documents", "documents", "lengths"),
     *("dilated mod", "dilated mod", "dilated block", "dilated documents"),
 ]
+# rows of a head that follow each other; k and v in one tensor; rows that begin at no multiple of 16 bytes
+MEMORY = [*["plain"] * 7, "heads first", "packed", "unaligned"]
 COMMON_DIMS = [16, 32, 64, 64, 64, 128, 128, 128]
 OTHER_DIMS = [20, 24, 33, 40, 48, 72, 80, 96, 112, 160, 192, 200, 256, 256]
 ON_CUDA = [*["auto"] * 8, *["triton"] * 4, "flash", "flash", "efficient", "efficient", "cudnn", "sdpa", "reference"]
@@ -377,11 +381,18 @@ def inputs(configuration: Configuration, device: str) -> Given:
     random = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
 
     def normal(n: int, heads: int) -> Tensor:
-        size = (it.batch, heads, n, it.d) if it.heads_first else (it.batch, n, heads, it.d)
+        is_unaligned = it.memory == "unaligned"
+        size = (it.batch, heads, n, it.d) if it.memory == "heads first" else (it.batch, n, heads, it.d + is_unaligned)
         x = torch.randn(size, generator=random, dtype=dtype, device=device)
-        return x.transpose(1, 2) if it.heads_first else x
+        return x.transpose(1, 2) if it.memory == "heads first" else x[..., 1:] if is_unaligned else x
 
-    q, k, v, dout = (normal(n, h) for n, h in ((it.n_q, it.heads), *[(it.n_k, it.kv_heads)] * 2, (it.n_q, it.heads)))
+    q, dout = normal(it.n_q, it.heads), normal(it.n_q, it.heads)
+    if it.memory == "packed":
+        k, v = normal(it.n_k, 2 * it.kv_heads).split(it.kv_heads, 2)
+    else:
+        k, v = normal(it.n_k, it.kv_heads), normal(it.n_k, it.kv_heads)
+    if it.dout_expanded:
+        dout = dout[:1, :1, :1, :1].expand(dout.shape)
     if not it.with_dlse:
         return Given(q, k, v, dout)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -505,8 +516,9 @@ def _sums(it: Configuration, x: Given, got: Result, rows: Rows, columns: Columns
         dk = scale * of_group(torch.einsum("bhi,bihd->bhd", dlse.double(), x.q.double()))
     dk_off = abs(scale) * (2 * lse_off + _relative(rows.out)) * of_delta + least * it.n_k * of_delta
     dv = of_group(dout.sum(1, dtype=torch.float64))
+    in_step = torch.maximum(of_dout, dv.norm(dim=-1))
     return {
-        "sum of dv": ratio(got.dv, dv, columns.dv, (info.eps / 2 + lse_off + least * it.n_k) * of_dout),
+        "sum of dv": ratio(got.dv, dv, columns.dv, (info.eps / 2 + lse_off + least * it.n_k) * in_step),
         "sum of dk": ratio(got.dk, dk, columns.dk, dk_off),
     }
 

@@ -72,8 +72,9 @@ def test_all_there_is_gets_drawn_within_the_limits():
     assert len(by_fact["ranks"]) == 17
     assert len(by_fact["layout"]) == 6
     assert min(min(counts.values()) for counts in by_fact.values()) > 10
-    tells = {"deterministic", "with_dlse", "heads_first", "scale", "query_offset", "align", "lengths", "window"}
+    tells = {"deterministic", "with_dlse", "dout_expanded", "scale", "query_offset", "align", "lengths", "window"}
     assert all(any(getattr(one, name) not in (None, False) for one in drawn) for name in tells)
+    assert {one.memory for one in drawn} == set(random_configurations.MEMORY)
     assert sum(one.n_q != one.n_k for one in drawn) > 150
 
 
