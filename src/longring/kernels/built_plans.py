@@ -35,7 +35,7 @@ class BuiltPlans:
             self._built, self._allowance = set(), ALLOWANCE
 
     def bought(self, needed: Collection[Built], lost: float) -> float | None:
-        """Count what is missing as built, if calls have already `lost` so many seconds without: what it cost in advance.
+        """Count what is missing as built, given the seconds that calls have `lost` without: what it cost in advance.
 
         None where it is not worth it yet.
         """
