@@ -2,6 +2,11 @@
 PYTHON ?= python3.11 python3
 DEMO_ARGS ?=
 SOAK_MINUTES ?= 30
+GPU_ARGS ?=
+SEES_A_GPU := import sys, torch; sys.exit(not torch.cuda.is_available())
+GPU_PYTHON ?= $(shell for python in $(BIN)/python python3; do \
+	$$python -c "$(SEES_A_GPU)" 2>/dev/null && echo $$python && exit; \
+	done; [ -x $(BIN)/python ] && echo $(BIN)/python || echo python3)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,17 +26,19 @@ unexport PYRIGHT_PYTHON_FORCE_VERSION
 unexport PYRIGHT_PYTHON_PYLANCE_VERSION
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check soak docs format clean
+.PHONY: help demo test check soak gpu status docs format clean
 
 help:
 	@echo "make demo    run the demonstration (more with DEMO_ARGS=\"...\")"
 	@echo "make test    check, then all tests"
 	@echo "make check   lint, formatting, types, import rules"
 	@echo "make soak    the slow tests and a random search (an hour), training under faults (half an hour)"
+	@echo "make gpu     what only a GPU can show, at most 8 minutes, and a receipt of it (GPU_ARGS=\"...\")"
+	@echo "make status  docs/status.md anew: what has been run where, at which sources"
 	@echo "make docs    build the documentation into out/site"
 	@echo "make format  rewrite the code as check wants it"
 	@echo "make clean   remove .venv, caches and build outputs"
-	@echo "The first of them installs everything, pinned, into .venv."
+	@echo "The first of them installs everything, pinned, into .venv; gpu and status install nothing."
 
 demo: $(STAMP)
 	@$(BIN)/longring demo --report out/demo/report.html --show $(DEMO_ARGS)
@@ -48,6 +55,13 @@ soak: $(FRAMEWORKS)
 		tests/geometry/test_tiles.py tests/geometry/test_itinerary.py tests/contracts \
 		tests/test_simulate.py::test_any_task_is_exact_and_sends_what_was_predicted
 	$(BIN)/python benchmarks/train_soak.py --minutes $(SOAK_MINUTES)
+
+# Installs nothing and needs no .venv: a Python that sees a CUDA device runs it, the one of .venv if it does.
+gpu:
+	@$(GPU_PYTHON) benchmarks/gpu_receipt.py $(GPU_ARGS)
+
+status:
+	@python=$(BIN)/python; [ -x $$python ] || python=python3; $$python docs/write_status.py
 
 # Warnings are errors, dead links and anchors among them; what the theme has to say about its future is no warning.
 docs: $(SITE_TOOLS)

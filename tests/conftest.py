@@ -1,6 +1,7 @@
 """Standing here, this file puts tests/ on the import path, so that every test can `import strategies`."""
 
 import os
+from importlib.util import find_spec
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -14,3 +15,13 @@ _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, Hea
 settings.register_profile("settled", derandomize=True, max_examples=50, **_common)
 settings.register_profile("search", max_examples=1000, **_common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "settled"))
+
+
+def pytest_addoption(parser):
+    if find_spec("pytest_timeout") is None:
+        parser.addini("timeout", "of pytest-timeout, which is not installed: tests run without time limits")
+
+
+def pytest_configure(config):
+    if find_spec("pytest_timeout") is None:
+        config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, which is not installed")
