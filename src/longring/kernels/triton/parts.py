@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -115,24 +114,27 @@ def _merge_round(
     looks, seats, asked = known.tables.read()
     with _on_device_of(into.out):
         _merge[_grid(into.out, stride, block.rows)](
-            tuple(part.out for part in slots),
-            tuple(part.lse for part in slots),
+            *_filled([part.out for part in slots], old.out),
+            *_filled([part.lse for part in slots], old.lse),
             looks,
             seats,
             asked,
             *old,
-            (*old.out.stride()[:3], *old.lse.mT.stride()),
             *into,
-            (*into.out.stride()[:3], *into.lse.mT.stride()),
+            *old.out.stride()[:3],
+            *old.lse.mT.stride(),
+            *into.out.stride()[:3],
+            *into.lse.mT.stride(),
             first,
             into.out.shape[1],
             *_turns(into.out, stride, first, block.rows),
+            COUNT=len(slots),
             HAS_OLD=before is not None,
             AT_HOME=at_home,
             EVEN=known.is_even(first, into.out.shape[1]),
             LOG=_wider(old.lse, into.lse),
             ACC=_wider(old.out, into.out, *(part.out for part in slots)),
-            ALIGNED=_alignment(slots, old.out, into.out),
+            ALIGNED=_is_aligned(old.out, into.out, *(part.out for part in slots)),
             **_sizes(into.out, block),
         )
 
@@ -150,22 +152,23 @@ def _add_round(
     looks, seats, asked = known.tables.read()
     with _on_device_of(into):
         _add[_grid(into, stride, block.rows)](
-            tuple(part.out for part in slots),
+            *_filled([part.out for part in slots], old),
             looks,
             seats,
             asked,
             old,
-            old.stride()[:3],
             into,
-            into.stride()[:3],
+            *old.stride()[:3],
+            *into.stride()[:3],
             first,
             into.shape[1],
             *_turns(into, stride, first, block.rows),
+            COUNT=len(slots),
             HAS_OLD=before is not None,
             AT_HOME=at_home,
             EVEN=known.is_even(first, into.shape[1]),
             ACC=_wider(old, into, *(part.out for part in slots)),
-            ALIGNED=_alignment(slots, old, into),
+            ALIGNED=_is_aligned(old, into, *(part.out for part in slots)),
             **_sizes(into, block),
         )
 
@@ -193,6 +196,11 @@ def _slots(parts: Sequence[Part]) -> list[Part]:
     """The parts, the last one standing in for some that are missing: a kernel is compiled for 1, 2, 4, 8 and 16."""
     missing = _power_of_two(len(parts)) - len(parts) if parts else 0
     return [*parts, *(parts[-1] for _ in range(missing))]
+
+
+def _filled(tensors: list[Tensor], other: Tensor) -> list[Tensor]:
+    """As many as the kernels have parameters for; they read COUNT of them."""
+    return tensors + (tensors[-1:] or [other]) * (len(_OUTS) - len(tensors))
 
 
 def _power_of_two(at_least: int) -> int:
@@ -241,9 +249,15 @@ def _wider(*tensors: Tensor) -> tl.dtype:
     return tl.float64 if any(x.dtype == torch.float64 for x in tensors) else tl.float32
 
 
-def _alignment(parts: Sequence[Part], old: Tensor, into: Tensor) -> int:
-    """How many numbers divide every distance from row to row, up to 16: what a thread may load at once hangs on it."""
-    return gcd(16, *(s for x in (old, into, *(part.out for part in parts)) for s in x.stride()[:3]))
+def _is_aligned(*tensors: Tensor) -> bool:
+    """Whether all rows begin at multiples of 16 bytes, so that a thread may load that many at once."""
+    return all(
+        x.data_ptr() % 16 == 0
+        and not any(
+            stride * x.element_size() % 16 for size, stride in zip(x.shape, x.stride()[:3], strict=False) if size > 1
+        )
+        for x in tensors
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- tables
@@ -419,7 +433,7 @@ def _over(x, factor, shift):
 
 
 @triton.jit
-def _found(lead, stride, seat, look, EVEN: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr):
+def _found(lead, stride, seat, look, EVEN: tl.constexpr, ROWS: tl.constexpr):
     """(which rows from `lead` on a head has in a part that is near, where their numbers begin, where their lse are).
 
     Where all is even, the first row answers for the others.
@@ -436,28 +450,31 @@ def _found(lead, stride, seat, look, EVEN: tl.constexpr, ALIGNED: tl.constexpr, 
     else:
         is_row = (row * tl.load(look + 3).to(tl.int32) == rest) & (row < tl.load(look + 6).to(tl.int32))
         held = (x >= 0) & is_row & (repeat < tl.load(look + 7).to(tl.int32))
-    out = _begin(seat + 2, repeat, row, look + 8, EVEN, ALIGNED)
-    lse = _begin(seat + 3, repeat, row, look + 10, EVEN, 1)
+    out = _begin(seat + 2, repeat, row, look + 8, EVEN)
+    lse = _begin(seat + 3, repeat, row, look + 10, EVEN)
     if EVEN:
-        out += tl.multiple_of(i * tl.load(look + 12).to(tl.int32), ALIGNED)
+        out += i * tl.load(look + 12).to(tl.int32)
         lse += i * tl.load(look + 13).to(tl.int32)
     return held, out, lse
 
 
 @triton.jit
-def _begin(seat, repeat, row, strides, EVEN: tl.constexpr, ALIGNED: tl.constexpr):
+def _begin(seat, repeat, row, strides, EVEN: tl.constexpr):
     of_repeat, of_row = tl.load(strides), tl.load(strides + 1)
     if EVEN:  # then they are short, and their products quicker
         of_repeat, of_row = of_repeat.to(tl.int32).to(tl.int64), of_row.to(tl.int32).to(tl.int64)
-    begin = tl.load(seat) + repeat.to(tl.int64) * of_repeat + row.to(tl.int64) * of_row
-    return tl.multiple_of(begin, ALIGNED)  # said here: what is said of a call's result is forgotten
+    return tl.load(seat) + repeat.to(tl.int64) * of_repeat + row.to(tl.int64) * of_row
 
 
 @triton.jit
-def _spread(x, begin, mask, D: tl.constexpr, WIDE: tl.constexpr):
+def _spread(x, begin, mask, ALIGNED: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
     """(pointers to the numbers, which of them exist) of the rows that begin at these offsets."""
     cols = tl.arange(0, WIDE)
     numbers = x + begin[:, None] + cols[None, :]
+    if ALIGNED:
+        # said of the pointers, and only here: no argument is specialised on its alignment, and what is said of a
+        # function's argument or result is forgotten when it is inlined
+        numbers = tl.multiple_of(numbers, (1, 16))
     mask = mask[:, None]
     if D != WIDE:
         mask &= (cols < D)[None, :]
@@ -465,17 +482,14 @@ def _spread(x, begin, mask, D: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _offset(strides, batch, row, head, FROM: tl.constexpr):
-    return batch * strides[FROM] + row.to(tl.int64) * strides[FROM + 1] + head * strides[FROM + 2]
+def _offset(batch, row, head, by_batch, by_row, by_head):
+    return batch * by_batch + row.to(tl.int64) * by_row + head * by_head
 
 
 @triton.jit
 def _leave(
     new,
-    strides,
-    batch,
-    own,
-    head,
+    begin,
     held,
     mine,
     ALIGNED: tl.constexpr,
@@ -484,8 +498,7 @@ def _leave(
 ):
     """Rows that are held stay as they are, and those that are not become 0."""
     lacking = mine & (held == 0)
-    begin = tl.multiple_of(_offset(strides, batch, own, head, 0), ALIGNED)
-    numbers, mask = _spread(new, begin, lacking, D, WIDE)
+    numbers, mask = _spread(new, begin, lacking, ALIGNED, D, WIDE)
     tl.store(numbers, tl.zeros(numbers.shape, new.dtype.element_ty), mask=mask)
 
 
@@ -501,12 +514,13 @@ def _taken(
     at,
     ACC: tl.constexpr,
     LOG: tl.constexpr,
+    ALIGNED: tl.constexpr,
     D: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """What was seen so far, and what a part saw."""
     nothing = float("-inf")
-    part, part_mask = _spread(outs, begin, held, D, WIDE)
+    part, part_mask = _spread(outs, begin, held, ALIGNED, D, WIDE)
     out = tl.load(part, mask=part_mask, other=0.0).to(ACC)
     lse = tl.load(lses + at, mask=held, other=nothing).to(LOG)
     seen = lse != nothing
@@ -519,28 +533,82 @@ def _taken(
     return acc, tl.where(larger, lse, top), total * kept + weight
 
 
-@triton.jit(do_not_specialize=["each", "phase", "by_heads", "by_stride", "by_each"])
+# A kernel is compiled for nothing that changes from call to call: no length, count or stride (integers are as wide as
+# declared, and not specialised), nor where a tensor begins. Tensors are parameters of their own, since Triton
+# specialises every element of a tuple: 16 parts at 16 alignments were a compilation of seconds for nearly every launch.
+_INTEGERS = ["first", "n", "heads", "stride", "each", "phase", "by_heads", "by_stride", "by_each"]
+_STRIDES = [f"{of}_by_{axis}" for of in ("old", "new") for axis in ("batch", "row", "head")]
+_STRIDES_OF_LSE = [f"{of}_lse_by_{axis}" for of in ("old", "new") for axis in ("batch", "row", "head")]
+_OUTS = [f"out{i}" for i in range(MERGED_AT_ONCE)]
+_LSES = [f"lse{i}" for i in range(MERGED_AT_ONCE)]
+
+
+@triton.jit(
+    do_not_specialize=[*_INTEGERS, *_STRIDES, *_STRIDES_OF_LSE],
+    do_not_specialize_on_alignment=[*_OUTS, *_LSES, "old_out", "old_lse", "new_out", "new_lse"],
+)
 def _merge(
-    outs,
-    lses,
+    out0,
+    out1,
+    out2,
+    out3,
+    out4,
+    out5,
+    out6,
+    out7,
+    out8,
+    out9,
+    out10,
+    out11,
+    out12,
+    out13,
+    out14,
+    out15,
+    lse0,
+    lse1,
+    lse2,
+    lse3,
+    lse4,
+    lse5,
+    lse6,
+    lse7,
+    lse8,
+    lse9,
+    lse10,
+    lse11,
+    lse12,
+    lse13,
+    lse14,
+    lse15,
     looks,
     seats,
     asked,
     old_out,
     old_lse,
-    old_strides,
     new_out,
     new_lse,
-    new_strides,
-    first,
-    n,
-    heads,
-    stride,
-    each,
-    phase,
-    by_heads,
-    by_stride,
-    by_each,
+    old_by_batch: tl.int64,
+    old_by_row: tl.int64,
+    old_by_head: tl.int64,
+    old_lse_by_batch: tl.int64,
+    old_lse_by_row: tl.int64,
+    old_lse_by_head: tl.int64,
+    new_by_batch: tl.int64,
+    new_by_row: tl.int64,
+    new_by_head: tl.int64,
+    new_lse_by_batch: tl.int64,
+    new_lse_by_row: tl.int64,
+    new_lse_by_head: tl.int64,
+    first: tl.int32,
+    n: tl.int32,
+    heads: tl.int32,
+    stride: tl.int32,
+    each: tl.int32,
+    phase: tl.int32,
+    by_heads: tl.int64,
+    by_stride: tl.int64,
+    by_each: tl.int64,
+    COUNT: tl.constexpr,
     HAS_OLD: tl.constexpr,
     AT_HOME: tl.constexpr,
     EVEN: tl.constexpr,
@@ -552,62 +620,91 @@ def _merge(
     ROWS: tl.constexpr,
 ):
     """Seen so far is acc / total, with exp(top) taken out of both: no weight exceeds 1, and none overflows."""
+    outs = (out0, out1, out2, out3, out4, out5, out6, out7, out8, out9, out10, out11, out12, out13, out14, out15)
+    lses = (lse0, lse1, lse2, lse3, lse4, lse5, lse6, lse7, lse8, lse9, lse10, lse11, lse12, lse13, lse14, lse15)
     batch, head, lead, bits = _own(asked, heads, stride, each, phase, by_heads, by_stride, by_each, ROWS)
     own = lead + stride * tl.arange(0, ROWS)
     mine = tl.full((ROWS,), True, tl.int1) if EVEN else own < n
-    seats += (batch * heads + head) * len(outs) * SEAT
+    seats += (batch * heads + head) * COUNT * SEAT
+    new_begin = _offset(batch, own, head, new_by_batch, new_by_row, new_by_head)
+    new_at = _offset(batch, own, head, new_lse_by_batch, new_lse_by_row, new_lse_by_head)
     nothing = float("-inf")
     if AT_HOME:  # noqa: SIM102
         if bits == 1:
-            held, _, at = _found(first + lead, stride, seats, looks, EVEN, ALIGNED, ROWS)
+            held, _, at = _found(first + lead, stride, seats, looks, EVEN, ROWS)
             held &= mine & _is_near(seats, first + lead, stride, ROWS)
             lse = tl.load(lses[0] + at, mask=held, other=nothing)
-            tl.store(new_lse + _offset(new_strides, batch, own, head, 3), lse.to(new_lse.dtype.element_ty), mask=mine)
+            tl.store(new_lse + new_at, lse.to(new_lse.dtype.element_ty), mask=mine)
             seen = held & (lse != nothing)  # what an operation leaves in a row that saw nothing may be nan
-            _leave(new_out, new_strides, batch, own, head, seen, mine, ALIGNED, D, WIDE)
+            _leave(new_out, new_begin, seen, mine, ALIGNED, D, WIDE)
             return
     acc = tl.zeros((ROWS, WIDE), ACC)
     top = tl.full((ROWS,), nothing, LOG)
     total = tl.zeros((ROWS,), LOG)
     if HAS_OLD:
-        begin = tl.multiple_of(_offset(old_strides, batch, own, head, 0), ALIGNED)
-        old, old_mask = _spread(old_out, begin, mine, D, WIDE)
+        begin = _offset(batch, own, head, old_by_batch, old_by_row, old_by_head)
+        old, old_mask = _spread(old_out, begin, mine, ALIGNED, D, WIDE)
         acc = tl.load(old, mask=old_mask, other=0.0).to(ACC)
-        top = tl.load(old_lse + _offset(old_strides, batch, own, head, 3), mask=mine, other=nothing).to(LOG)
+        at = _offset(batch, own, head, old_lse_by_batch, old_lse_by_row, old_lse_by_head)
+        top = tl.load(old_lse + at, mask=mine, other=nothing).to(LOG)
         total = tl.full((ROWS,), 1.0, LOG)
-    for i in tl.static_range(len(outs)):
+    for i in tl.static_range(COUNT):
         if (bits >> i & 1) != 0:  # noqa: SIM102 (`and` would ask both)
             if _is_near(seats + i * SEAT, first + lead, stride, ROWS):
-                held, begin, at = _found(first + lead, stride, seats + i * SEAT, looks + i * LOOK, EVEN, ALIGNED, ROWS)
-                acc, top, total = _taken(acc, top, total, outs[i], lses[i], held & mine, begin, at, ACC, LOG, D, WIDE)
+                held, begin, at = _found(first + lead, stride, seats + i * SEAT, looks + i * LOOK, EVEN, ROWS)
+                acc, top, total = _taken(
+                    acc, top, total, outs[i], lses[i], held & mine, begin, at, ACC, LOG, ALIGNED, D, WIDE
+                )
     unseen = total == 0.0
     total = tl.where(unseen, 1.0, total)
-    begin = tl.multiple_of(_offset(new_strides, batch, own, head, 0), ALIGNED)
-    new, new_mask = _spread(new_out, begin, mine, D, WIDE)
+    new, new_mask = _spread(new_out, new_begin, mine, ALIGNED, D, WIDE)
     tl.store(new, (acc * (1.0 / total).to(ACC)[:, None]).to(new_out.dtype.element_ty), mask=new_mask)
     lse = tl.where(unseen, nothing, top + tl.log(total)).to(new_lse.dtype.element_ty)
-    tl.store(new_lse + _offset(new_strides, batch, own, head, 3), lse, mask=mine)
+    tl.store(new_lse + new_at, lse, mask=mine)
 
 
-@triton.jit(do_not_specialize=["each", "phase", "by_heads", "by_stride", "by_each"])
+@triton.jit(
+    do_not_specialize=[*_INTEGERS, *_STRIDES],
+    do_not_specialize_on_alignment=[*_OUTS, "old_sum", "new_sum"],
+)
 def _add(
-    outs,
+    out0,
+    out1,
+    out2,
+    out3,
+    out4,
+    out5,
+    out6,
+    out7,
+    out8,
+    out9,
+    out10,
+    out11,
+    out12,
+    out13,
+    out14,
+    out15,
     looks,
     seats,
     asked,
     old_sum,
-    old_strides,
     new_sum,
-    new_strides,
-    first,
-    n,
-    heads,
-    stride,
-    each,
-    phase,
-    by_heads,
-    by_stride,
-    by_each,
+    old_by_batch: tl.int64,
+    old_by_row: tl.int64,
+    old_by_head: tl.int64,
+    new_by_batch: tl.int64,
+    new_by_row: tl.int64,
+    new_by_head: tl.int64,
+    first: tl.int32,
+    n: tl.int32,
+    heads: tl.int32,
+    stride: tl.int32,
+    each: tl.int32,
+    phase: tl.int32,
+    by_heads: tl.int64,
+    by_stride: tl.int64,
+    by_each: tl.int64,
+    COUNT: tl.constexpr,
     HAS_OLD: tl.constexpr,
     AT_HOME: tl.constexpr,
     EVEN: tl.constexpr,
@@ -617,27 +714,28 @@ def _add(
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    outs = (out0, out1, out2, out3, out4, out5, out6, out7, out8, out9, out10, out11, out12, out13, out14, out15)
     batch, head, lead, bits = _own(asked, heads, stride, each, phase, by_heads, by_stride, by_each, ROWS)
     own = lead + stride * tl.arange(0, ROWS)
     mine = tl.full((ROWS,), True, tl.int1) if EVEN else own < n
-    seats += (batch * heads + head) * len(outs) * SEAT
+    seats += (batch * heads + head) * COUNT * SEAT
+    new_begin = _offset(batch, own, head, new_by_batch, new_by_row, new_by_head)
     if AT_HOME:  # noqa: SIM102
         if bits == 1:
-            held, _, _ = _found(first + lead, stride, seats, looks, EVEN, ALIGNED, ROWS)
+            held, _, _ = _found(first + lead, stride, seats, looks, EVEN, ROWS)
             held &= _is_near(seats, first + lead, stride, ROWS)
-            _leave(new_sum, new_strides, batch, own, head, held, mine, ALIGNED, D, WIDE)
+            _leave(new_sum, new_begin, held, mine, ALIGNED, D, WIDE)
             return
     acc = tl.zeros((ROWS, WIDE), ACC)
     if HAS_OLD:
-        begin = tl.multiple_of(_offset(old_strides, batch, own, head, 0), ALIGNED)
-        old, old_mask = _spread(old_sum, begin, mine, D, WIDE)
+        begin = _offset(batch, own, head, old_by_batch, old_by_row, old_by_head)
+        old, old_mask = _spread(old_sum, begin, mine, ALIGNED, D, WIDE)
         acc = tl.load(old, mask=old_mask, other=0.0).to(ACC)
-    for i in tl.static_range(len(outs)):
+    for i in tl.static_range(COUNT):
         if (bits >> i & 1) != 0:  # noqa: SIM102
             if _is_near(seats + i * SEAT, first + lead, stride, ROWS):
-                held, begin, _ = _found(first + lead, stride, seats + i * SEAT, looks + i * LOOK, EVEN, ALIGNED, ROWS)
-                part, part_mask = _spread(outs[i], begin, held & mine, D, WIDE)
+                held, begin, _ = _found(first + lead, stride, seats + i * SEAT, looks + i * LOOK, EVEN, ROWS)
+                part, part_mask = _spread(outs[i], begin, held & mine, ALIGNED, D, WIDE)
                 acc += tl.load(part, mask=part_mask, other=0.0).to(ACC)
-    begin = tl.multiple_of(_offset(new_strides, batch, own, head, 0), ALIGNED)
-    new, new_mask = _spread(new_sum, begin, mine, D, WIDE)
+    new, new_mask = _spread(new_sum, new_begin, mine, ALIGNED, D, WIDE)
     tl.store(new, acc.to(new_sum.dtype.element_ty), mask=new_mask)

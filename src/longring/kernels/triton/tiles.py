@@ -278,8 +278,14 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _strides(**tensors: Tensor) -> dict[str, int]:
-    """By batch row, row and head of each tensor [batch, n, heads, ...]: {"q_b": ..., "q_n": ..., "q_h": ...}."""
-    return {f"{name}_{axis}": x.stride(i) for name, x in tensors.items() for i, axis in enumerate("bnh")}
+    """By batch row, row and head of each tensor [batch, n, heads, ...]: {"q_b": ..., "q_n": ..., "q_h": ...}.
+
+    A single batch row gets 0: its stride is the length's, and kernels are specialised on whether 16 divides it.
+    """
+    strides = {name: (x.stride(0) if x.shape[0] > 1 else 0, x.stride(1), x.stride(2)) for name, x in tensors.items()}
+    return {
+        f"{name}_{axis}": stride for name, three in strides.items() for axis, stride in zip("bnh", three, strict=True)
+    }
 
 
 def _constants(q: Tensor, k: Tensor, blocks: Blocks, **more: Any) -> dict[str, Any]:
@@ -510,7 +516,9 @@ def _write(pointer, x, berth, many, head, first, most, d: tl.constexpr, width: t
     tl.store(pointers, x.to(pointer.dtype.element_ty), mask=(rows < most)[:, None] & (cols < d)[None, :])
 
 
-@triton.jit
+# Triton compiles a kernel again for each integer that 16 divides, or does not: nothing that follows from a length is
+# specialised so. Strides of rows and heads are, since how many bytes a thread may load at once hangs on them.
+@triton.jit(do_not_specialize=["lse_b", "lse_h", "slope_b", "slope_h", "n", "heads"])
 def _terms(
     DO,
     OUT,
@@ -646,7 +654,7 @@ def _forward(
 # ------------------------------------------------------------------------------------------------ backward
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["delta_b", "delta_h"])
 def _dq(
     Q,
     K,
