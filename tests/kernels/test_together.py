@@ -14,7 +14,7 @@ import torch
 import longring as lr
 import stacking
 from attending import keeps_the_budget, tensors
-from choices import forget_choices
+from choices import forget_choices, settled_recipe
 from longring.geometry.itinerary import tiles_between
 from longring.geometry.layouts import deal, from_ranges
 from longring.geometry.packs import Pack
@@ -78,7 +78,7 @@ def take(monkeypatch, divided) -> None:
 
     def ways(operation, alone, costs, uncut, slab, asked):
         some, others = divided(alone, uncut)
-        yield recipes._Way(-1.0, lambda: [*some, *recipes._in_packs(others, operation, slab, asked)])
+        yield recipes._in_one_launch(-1.0, some, others, operation, slab, asked)
 
     monkeypatch.setattr(recipes, "_of_anything", ways)
 
@@ -245,7 +245,7 @@ def steps(which, pattern, n, heads, d, *, kv_heads=None, packages=True):
     operations = installed(packages)
     found = [
         step
-        for leg in recipes.recipe(operations, tuple(stacking.pattern_tiles(pattern, 1, n, heads, kv_heads)), asked)
+        for leg in settled_recipe(operations, tuple(stacking.pattern_tiles(pattern, 1, n, heads, kv_heads)), asked)
         for step in leg.steps
     ]
     alone = [step.stack for step in found if isinstance(step, Alone)]
@@ -335,7 +335,7 @@ def test_a_ring_as_it_was_measured_goes_tile_by_tile(hopper, which, packages, n,
     operations = installed(packages)
     first = operations[0].name
     for source in range(ranks):
-        (leg,) = recipes.recipe(operations, tiles_between(task, 1, source), asked)
+        (leg,) = settled_recipe(operations, tiles_between(task, 1, source), asked)
         assert {type(step) for step in leg.steps} == {Alone}
         assert {step.operation.name for step in leg.steps} == {first}
 
@@ -348,7 +348,7 @@ def test_gradients_of_keys_are_bounded_as_well(hopper):
     task = Task(lr.Dense(), Problem(1, n, n, heads, 0), layout, layout, heads)
     sizes = torch.Size((1, n // 2, heads, d)), torch.Size((1, n, heads, d))
     asked = Asked("backward", *sizes, torch.bfloat16, torch.device("cuda:0"), True, True, False)
-    (leg,) = recipes.recipe((TritonTiles(),), tiles_over_all_keys(task, 1), asked)
+    (leg,) = settled_recipe((TritonTiles(),), tiles_over_all_keys(task, 1), asked)
     packs = [step.pack for step in leg.steps if isinstance(step, Together)]
     assert len(packs) > 10
     assert max(pack.keys.lines for pack in packs) <= 2 * n * heads
@@ -428,7 +428,7 @@ def test_a_gradient_of_lse_is_for_who_takes_it_as_it_is(generation):
     tiles = tuple(stacking.pattern_tiles(UNLIKE, 1, 65536, 16, 16))
     for has_dlse, taker in ((False, "flash"), (True, "triton")):
         asked = Asked("backward", size, size, torch.bfloat16, device, True, True, True, has_dlse)
-        (leg,) = recipes.recipe(installed(()), tiles, asked)
+        (leg,) = settled_recipe(installed(()), tiles, asked)
         assert {step.operation.name for step in leg.steps if isinstance(step, Together)} == {taker}
 
 
@@ -439,7 +439,7 @@ def test_the_edge_of_a_window_is_not_turned_round_by_who_knows_windows(hopper):
     task = Task(lr.Dense(window=(511, 0)), Problem(1, n, n, heads, 0), layout, layout, heads)
     size = torch.Size((1, n // 2, heads, d))
     asked = Asked("forward", size, size, torch.bfloat16, torch.device("cuda:0"), True, False, False)
-    (leg,) = recipes.recipe(installed(True), tiles_between(task, 1, 0), asked)
+    (leg,) = settled_recipe(installed(True), tiles_between(task, 1, 0), asked)
     (step,) = leg.steps
     assert step.stacks[0].shape == "flipped"
     assert isinstance(step, Together)
@@ -472,7 +472,7 @@ def test_what_is_not_taken_is_not_left_out(generation, kind, which, among):
     size = torch.Size((1, n, 16, 128))
     asked = Asked(which, size, size, torch.bfloat16, torch.device("cuda:0"), True, True, False)
     operations = {"flash": (Flash(),), "torch's": installed(()), "all": installed((FlashAttn2(),))}[among]
-    legs = recipes.recipe(operations, found, asked)
+    legs = settled_recipe(operations, found, asked)
     planned = sum(stack.pairs for leg in legs for step in leg.steps for stack in step.stacks)
     assert planned == sum(tile.pairs for tile in found)
 
@@ -498,7 +498,7 @@ def test_short_sequences_are_no_more_than_a_launch_has_room_for(hopper, which, p
         size = torch.Size((1, n, heads, d))
         asked = Asked(which, size, size, torch.bfloat16, torch.device("cuda:0"), True, True, True)
         tiles = tuple(stacking.pattern_tiles(lr.Dense(documents=bounds), 1, n, heads, heads))
-        legs = recipes.recipe(operations, tiles, asked)
+        legs = settled_recipe(operations, tiles, asked)
     recipes.forget()
     sequences = [sum(stack.queries.many for stack in step.stacks) for leg in legs for step in leg.steps]
     assert sum(sequences) == many
@@ -524,6 +524,6 @@ def test_short_documents_of_several_batch_rows_are_one_launch(hopper, which, ope
     size = torch.Size((4, n, 16, 128))
     asked = Asked(which, size, size, torch.bfloat16, torch.device("cuda:0"), True, True, True)
     tiles = tuple(stacking.pattern_tiles(lr.Dense(documents=documents), 4, n, 16, 16))
-    (leg,) = recipes.recipe((operation,), tiles, asked)
+    (leg,) = settled_recipe((operation,), tiles, asked)
     (step,) = leg.steps
     assert sum(stack.queries.many for stack in step.stacks) == 400

@@ -232,7 +232,11 @@ def cost_alone(name: str, which: Pass, size: Size, kind: str, *, copies: int = 0
     """Of a launch for one stack, with so many tensors copied for it or after it."""
     backward = which == "backward"
     size = size._replace(rows=max(size.rows, BLOCK), cols=max(size.cols, BLOCK))  # what is less takes as long
-    rate = getattr(_nearest(size), name if name in MEASURED else "flash")[backward] * 1e12 * _factor(name, kind)
+    rate = (
+        getattr(_nearest(_in_blocks(size)), name if name in MEASURED else "flash")[backward]
+        * 1e12
+        * _factor(name, kind)
+    )
     work = size.flops * (2.5 if backward else 1)
     copied = copies * size.heads * size.rows * size.d * 2 * 2 / COPIED
     return Cost(CALLS.get(name, CALL)[backward] + copies * CALL_OF_A_COPY, work / rate + copied)
@@ -240,10 +244,20 @@ def cost_alone(name: str, which: Pass, size: Size, kind: str, *, copies: int = 0
 
 def cost_together(name: str, which: Pass, size: Size, kind: str) -> Cost:
     """Of a stack in a launch of many."""
+    return _cost_of_blocks(name, which, _in_blocks(size), kind)
+
+
+def _in_blocks(size: Size) -> Size:
+    """In whole blocks: of documents that are new at every step, few sizes remain, and what is known of them."""
+    return size._replace(rows=-(-size.rows // BLOCK) * BLOCK, cols=-(-size.cols // BLOCK) * BLOCK)
+
+
+@lru_cache(maxsize=4096)
+def _cost_of_blocks(name: str, which: Pass, size: Size, kind: str) -> Cost:
     backward = which == "backward"
     known = OF_MANY.get("flash" if name in SECOND else name, OF_MANY[OURS])
     rate = known[64 if size.d <= 64 else 128][backward] * 1e12 * _factor(name, kind)
-    high, wide = -(-size.rows // BLOCK), -(-size.cols // BLOCK)
+    high, wide = size.rows // BLOCK, size.cols // BLOCK
     blocks = high * (high + 1) // 2 if size.causal else high * wide
     each = (10 if backward else 4) * BLOCK * BLOCK * size.d / rate
     host = (CALL_OF_MANY if name == OURS else CALLS.get(name, CALL))[backward]

@@ -147,7 +147,7 @@ class _Remembered:
 
 def _is_capturing(device: torch.device) -> bool:
     """Into a CUDA graph, where no plan can be built."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _built_by(legs: Sequence[Leg], asked: Asked) -> set[Built]:
@@ -276,10 +276,18 @@ AS_GOOD = 0.95  # where fewer launches take it, without copies or merging: less 
 
 
 class _Way(NamedTuple):
-    """How the stacks of a slab may be computed."""
+    """How the stacks of a slab may be computed, and the seconds that takes at least, as estimated.
 
-    seconds: float  # as estimated
-    steps: Callable[[], Sequence[Alone | Together]]  # made only if it is taken: lists of a thousand documents are long
+    Its steps are found only if no other way is known to be quicker: lists of a thousand documents are long.
+    """
+
+    at_least: float
+    found: Callable[[], _Steps]
+
+
+class _Steps(NamedTuple):
+    seconds: float  # as estimated; inf where an operation does not take what the way would give it
+    steps: Sequence[Alone | Together]
 
 
 def _gathered(
@@ -296,11 +304,17 @@ def _gathered(
             return list(_in_packs(uncut, operation, slab, asked))
     costs = [_cost(one, asked) for one in alone]
     seconds = max(sum(one.host for one in costs), sum(one.device for one in costs))
-    ways = [_Way(seconds + _merging(False, slab, asked), lambda: alone)]
+    seconds += _merging(False, slab, asked)
+    ways = [_Way(seconds, lambda: _Steps(seconds, alone))]
     for operation in together:
         of = _of_anything if operation.takes_anything else _of_sequences
         ways += of(operation, alone, costs, uncut, slab, asked)
-    return list(min(ways, key=lambda way: way.seconds).steps())
+    best = _Steps(inf, ())
+    for way in sorted(ways, key=lambda way: way.at_least):
+        if best.seconds <= way.at_least:
+            break
+        best = min(best, way.found(), key=lambda found: found.seconds)
+    return list(best.steps)
 
 
 def _who_take_many(able: Sequence[Operation], has_dlse: bool) -> list[TakesMany]:
@@ -323,13 +337,20 @@ def _of_sequences(
     operation: TakesMany, alone: Sequence[Alone], _: object, uncut: Sequence[Stack], slab: Slab, asked: Asked
 ) -> Iterator[_Way]:
     """Everything in as few launches as there can be, if these are fewer, or spare copies or merging."""
-    packs = _in_packs(uncut, operation, slab, asked)
-    if not packs:
+    few = _few_at_a_time(uncut, operation, slab, asked)
+    if len(few) >= len(alone) and not _is_all(uncut, slab, asked) and not _is_copied(alone):
         return
-    is_done = _is_the_result(packs, slab, asked)
-    if len(packs) < len(alone) or is_done or _is_copied(alone):
+
+    def found() -> _Steps:
+        packs = _in_packs(uncut, operation, slab, asked)
+        is_done = _is_the_result(packs, slab, asked)
+        if not packs or not (len(packs) < len(alone) or is_done or _is_copied(alone)):
+            return _Steps(inf, ())
         time = _time_of([step.stacks for step in packs], operation, asked)
-        yield _Way((time + _merging(is_done, slab, asked)) * AS_GOOD, lambda: packs)
+        return _Steps((time + _merging(is_done, slab, asked)) * AS_GOOD, packs)
+
+    merging = _merging(_is_all(uncut, slab, asked), slab, asked)
+    yield _Way((_time_of(few, operation, asked) + merging) * AS_GOOD, found)
 
 
 def _of_anything(
@@ -345,7 +366,7 @@ def _of_anything(
         return
     time = _time_of(_few_at_a_time(uncut, operation, slab, asked), operation, asked)
     merging = _merging(_is_all(uncut, slab, asked), slab, asked)
-    yield _Way((time + merging) / WORTH_IT, lambda: _in_packs(uncut, operation, slab, asked))
+    yield _in_one_launch((time + merging) / WORTH_IT, (), uncut, operation, slab, asked)
     if len(alone) == 1:
         return
     with_others = [_cost_in_pack(operation, one.stack, asked) for one in alone]
@@ -356,7 +377,13 @@ def _of_anything(
     some = [one.stack for i, one in enumerate(alone) if i in few]
     others = [one for i, one in enumerate(alone) if i not in few]
     merging = _merging(not others and _is_all(some, slab, asked), slab, asked)
-    yield _Way((times[best] + merging) / WORTH_IT, lambda: [*others, *_in_packs(some, operation, slab, asked)])
+    yield _in_one_launch((times[best] + merging) / WORTH_IT, others, some, operation, slab, asked)
+
+
+def _in_one_launch(
+    seconds: float, others: Sequence[Alone], stacks: Sequence[Stack], operation: TakesMany, slab: Slab, asked: Asked
+) -> _Way:
+    return _Way(seconds, lambda: _Steps(seconds, [*others, *_in_packs(stacks, operation, slab, asked)]))
 
 
 def _is_all(stacks: Sequence[Stack], slab: Slab, asked: Asked) -> bool:
