@@ -132,8 +132,9 @@ def exact_rows(
         met += scale * torch.einsum("bhij,bjhd->bihd", weights, k)
         size, rounded, noise = up.terms(weights, dweights, _slip(scores, known, q, k, scale), v)
         seen = (weights > 0).to(dtype)
-        for total, per_pair in ((dq_size, size), (dq_rounded, rounded), (dq_noise, noise), (squares, seen)):
+        for total, per_pair in ((dq_size, size), (dq_rounded, rounded), (dq_noise, noise)):
             total += scale**2 * torch.einsum("bhij,bjh->bih", per_pair, norms)
+        squares += _scale_of_least(scale) ** 2 * torch.einsum("bhij,bjh->bih", seen, norms)
     norm = dq.norm(dim=-1)
     reach = torch.maximum(dq_rounded.sqrt_(), norm)
     allowed = torch.hypot(unit.inputs * reach, delta_error * met.norm(dim=-1)) + lse_allowed.mT * norm
@@ -180,7 +181,7 @@ def exact_columns(
             (dk_size, size, scale**2 * q_norms),
             (dk_rounded, rounded + weights**2 * up.delta_size.unsqueeze(-1) ** 2, scale**2 * q_norms),
             (dk_noise, noise, scale**2 * q_norms),
-            (dk_squares, seen, scale**2 * q_norms),
+            (dk_squares, seen, _scale_of_least(scale) ** 2 * q_norms),
         ):
             total += torch.einsum("bhij,bih->bjh", per_pair, per_row)
         terms += _by_heads((counts > 0).sum(2), k.shape[2]).mT
@@ -203,12 +204,14 @@ def exact_columns(
 def error_ratios(got: Tensor, want: Sum) -> Tensor:
     """[batch, rows]: the distance of each row from `want` in units of what is allowed; infinite for nan.
 
-    All heads together; of a single one, whose few numbers scatter more, twice as much is allowed. Where nothing is
-    allowed, as in a row that sees no key, nothing but equality is right.
+    All heads together; of a single one, whose few numbers scatter more, twice as much is allowed, whether or not there
+    are others. Where nothing is allowed, as in a row that sees no key, nothing but equality is right.
     """
     squares = (got.to(want.value.dtype) - want.value).square().sum(-1)
-    together = _ratio(squares.sum(-1).sqrt(), want.allowed.square().sum(-1).sqrt())
-    return torch.maximum(together, _ratio(squares.sqrt(), 2 * want.allowed).amax(-1))
+    of_each = _ratio(squares.sqrt(), 2 * want.allowed).amax(-1)
+    if squares.shape[-1] == 1:
+        return of_each
+    return torch.maximum(_ratio(squares.sum(-1).sqrt(), want.allowed.square().sum(-1).sqrt()), of_each)
 
 
 def lse_ratios(got: Tensor, want: Rows) -> Tensor:
@@ -273,6 +276,15 @@ def _slip(scores: Tensor, lse: Tensor, q: Tensor, k: Tensor, scale: float) -> Te
     scores = _known(scores)
     walk = scale**2 * torch.einsum("bihd,bjhd->bhij", q**2, k**2) + scores**2
     return EXPONENTIAL + (walk * q.shape[3]).sqrt_() + scores.abs() + lse.abs().unsqueeze(-1)
+
+
+def _scale_of_least(scale: float) -> float:
+    """By what the least number of the inputs' dtype is multiplied in dq and dk.
+
+    Gradients of scores are rounded to that dtype, by some kernels before they are multiplied by the scale, by others
+    afterwards: of 20,000 keys' in float16 and a scale below 1 most are then multiples of its least number.
+    """
+    return max(1.0, abs(scale))
 
 
 def _added_up(terms: Tensor, *, drift: bool = False) -> Tensor:
