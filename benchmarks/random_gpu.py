@@ -307,10 +307,13 @@ class Done:
     refusals: dict[str, int] = field(default_factory=dict)
     slowest: list[dict[str, Any]] = field(default_factory=list)
     unfinished: int = 0
+    seconds: float = 0.0  # of all configurations together, and of them judging
+    judging: float = 0.0
 
     def add(self, found: Outcome) -> None:
         it = found.configuration
         self.outcomes[found.outcome] += 1
+        self.seconds, self.judging = self.seconds + found.seconds, self.judging + found.judging
         for fact, value in it.facts.items():
             of_value = self.counts.setdefault(fact, {}).setdefault(value, {})
             of_value[found.outcome] = of_value.get(found.outcome, 0) + 1
@@ -509,6 +512,7 @@ def report(done: Done) -> int:
     for dtype, quantities in sorted(done.worst.items()):
         told = ", ".join(f"{name} {known['ratio']:.2g}" for name, known in quantities.items())
         print(f"worst error over what is allowed, {dtype}: {told}")
+    print(f"{done.seconds:.0f} s of processes' time, {done.judging:.0f} of them judging")
     print("slowest: " + ", ".join(f"{each['seconds']} s (index {each['index']})" for each in done.slowest))
     for reason, count in sorted(done.refusals.items(), key=lambda each: -each[1])[:8]:
         print(f"refused {count} times: {reason}")
