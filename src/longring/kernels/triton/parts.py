@@ -8,7 +8,7 @@ What a program needs to know of the parts are integers, kept on the device in th
 where each head of the target is seated in it, and which parts a head's rows are in at all.
 """
 
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportInvalidTypeForm=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportInvalidTypeForm=false
 # (to a type checker a kernel is Python that never returns; it is Triton's compiler that reads it)
 
 from __future__ import annotations
