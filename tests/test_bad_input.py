@@ -15,6 +15,7 @@ from longring.errors import (
     ScheduleRefusal,
     TransportError,
 )
+from longring.simulation import Simulation
 from longring.transport.loopback import run_ranks
 
 
@@ -200,40 +201,134 @@ def test_a_kv_sharding_that_is_none():
     refused(ArgumentError, "kv_sharding must be", lr.attention, Q, Q, Q, sharding=ONE_RANK, kv_sharding="zigzag")
 
 
-@pytest.mark.parametrize("function", [lr.attention, lr.ring_attention, lr.explain])
+def run_of(function, *qkv, **options):
+    """Called; what comes out, as a list of tensors or numbers."""
+    found = function(*qkv, **options)
+    return [found.out] if isinstance(found, Simulation) else [found]
+
+
+DILATED = {"segment_lengths": [4], "dilation_rates": [1]}
+CALLS = {
+    **FUNCTIONS,
+    "dilated_attention": lambda *qkv, **more: lr.dilated_attention(*qkv, **DILATED, **more),
+    "simulate": lambda *qkv, **more: lr.simulate(*qkv, ranks=2, **more),
+    "Attention": lr.nn.Attention(),
+    "RingAttention": lr.nn.RingAttention(),
+    "DilatedAttention": lr.nn.DilatedAttention(**DILATED),
+}
+every_call = pytest.mark.parametrize("function", CALLS.values(), ids=list(CALLS))
+
+
+@every_call
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("dropout", 0.1),
-        ("dropout_p", 0.0),
-        ("bias", None),
+        ("dropout_p", 1),
+        ("dropout", torch.tensor(0.0)),
+        ("bias", 0),
         ("attn_bias", 1),
-        ("attn_mask", None),
-        ("mask", None),
+        ("attn_mask", False),
+        ("mask", 0),
         ("alibi_slopes", [1.0]),
         ("softcap", 30.0),
         ("logit_cap", 30.0),
-        ("sinks", 4),
+        ("sinks", 0),
     ],
 )
 def test_known_features_that_are_not_built_are_refused_by_name(function, name, value):
     refused(NotBuilt, f"{name}=.* not built yet, and is never silently ignored", function, Q, Q, Q, **{name: value})
 
 
-@pytest.mark.parametrize("function", [lr.attention, lr.ring_attention, lr.explain])
+@every_call
+def test_what_does_nothing_elsewhere_does_nothing_here(function):
+    nothing = {"dropout_p": 0.0, "dropout": 0, "softcap": 0.0}
+    nothing |= dict.fromkeys(("attn_mask", "attention_mask", "key_padding_mask", "mask", "bias", "attn_bias", "sinks"))
+    nothing |= dict.fromkeys(("alibi_slopes", "dropout", "logit_cap"))
+    q, k, v = torch.randn(3, 1, 8, 2, 4).unbind()
+    for without in ({name: value} for name, value in nothing.items()):
+        for got, want in zip(run_of(function, q, k, v, **without), run_of(function, q, k, v), strict=True):
+            assert torch.equal(got, want) if isinstance(got, torch.Tensor) else got == want
+    run_of(function, q, k, v, **nothing)
+
+
+@every_call
+@pytest.mark.parametrize("mask", [torch.ones(90, 90), np.ones((90, 90), dtype=np.float32)], ids=["tensor", "array"])
+def test_a_mask_is_described_and_not_printed(function, mask):
+    with pytest.raises(NotBuilt) as error:
+        function(Q, Q, Q, attn_mask=mask)
+    assert "float32 [90, 90]: a mask given as a tensor is not built yet" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert "said by pattern=longring.Dense(...)" in str(error.value)
+
+
+def test_tensors_and_arrays_in_the_place_of_options_are_described_too():
+    """One line, and none of Python's own errors of what is no truth value."""
+    big, names = torch.ones(90, 90), np.array(["ring", "auto"])
+    refused(PatternError, r"pattern must be .*, got torch.float32 \[90, 90\]$", lr.attention, Q, Q, Q, pattern=big)
+    refused(
+        ArgumentError, r"scale must be a finite number, got torch.float32 \[90, 90\]$", lr.attention, Q, Q, Q, scale=big
+    )
+    got = r"got an array of <U4 \[2\]$"
+    for name in ("attention", "explain", "simulate"):
+        refused(ScheduleRefusal, f"schedule must be one of .*; {got}", CALLS[name], Q, Q, Q, schedule=names)
+        refused(KernelRefusal, f"kernel must be one of .*; {got}", CALLS[name], Q, Q, Q, kernel=names)
+    refused(
+        ArgumentError, "ring_attention is the ring; for schedule=an array", lr.ring_attention, Q, Q, Q, schedule=names
+    )
+    refused(LayoutError, f"layout must be one of .*; {got}", lr.simulate, Q, Q, Q, ranks=2, layout=names)
+    refused(LayoutError, f"layout must be one of .*; {got}", lr.Sharding, 8, layout=names)
+
+
+def test_an_array_of_schedules_over_ranks(monkeypatch):
+    monkeypatch.setattr(call, "world_size", lambda: 2)
+    refused(ScheduleRefusal, "schedule must be one of", lr.attention, Q, Q, Q, schedule=np.array(["ring", "auto"]))
+
+
+def test_the_ring_may_be_called_by_its_name():
+    q = torch.randn(1, 8, 2, 4)
+    assert torch.equal(lr.ring_attention(q, q, q, schedule="ring"), lr.ring_attention(q, q, q))
+    refused(
+        ArgumentError, "is the ring; for schedule='gather' use attention", lr.ring_attention, q, q, q, schedule="gather"
+    )
+
+
+@every_call
 def test_a_word_nobody_knows_is_a_type_error(function):
-    refused(TypeError, r"unexpected keyword argument 'casual'", function, Q, Q, Q, casual=True)
+    match = r"^\w+\(\) got an unexpected keyword argument 'casual'$"
+    refused(TypeError, match, function, Q, Q, Q, casual=True)
 
 
-def test_a_word_that_simulate_does_not_know_is_a_type_error():
-    refused(TypeError, "unexpected keyword argument 'casual'", lr.simulate, Q, Q, Q, ranks=2, casual=True)
+TO_PATTERNS = "; {}= is for pattern=longring.Dense(...), for longring.ring_attention and for modules"
+TO_MAKING = "; {}= is said when the module is made"
 
 
-def test_words_of_others_are_told_where_they_belong():
-    refused(TypeError, "'causal'; causal= is for pattern=longring.Dense", lr.attention, Q, Q, Q, causal=False)
-    refused(TypeError, "'is_causal'; causal= is for pattern=longring.Dense", lr.ring_attention, Q, Q, Q, is_causal=True)
-    refused(TypeError, "'is_causal'; causal= is for .* modules", lr.nn.RingAttention(), Q, Q, Q, is_causal=True)
-    refused(TypeError, "'softmax_scale'; it is scale= here", lr.attention, Q, Q, Q, softmax_scale=1.0)
+@pytest.mark.parametrize(
+    ("function", "name", "said"),
+    [
+        ("attention", "causal", TO_PATTERNS.format("causal")),
+        ("attention", "is_causal", TO_PATTERNS.format("causal")),
+        ("simulate", "is_causal", TO_PATTERNS.format("causal")),
+        ("explain", "window_size", TO_PATTERNS.format("window")),
+        ("ring_attention", "is_causal", "; it is causal= here"),
+        ("ring_attention", "window_size", "; it is window= here"),
+        ("ring_attention", "cu_seqlens", "; it is documents= here"),
+        ("ring_attention", "pattern", "; pattern= is for longring.attention"),
+        ("dilated_attention", "is_causal", "; it is causal= here"),
+        ("dilated_attention", "window_size", TO_PATTERNS.format("window")),
+        ("attention", "softmax_scale", "; it is scale= here"),
+        ("dilated_attention", "softmax_scale", "; it is scale= here"),
+        ("attention", "enable_gqa", "; query heads may be any multiple of kv heads without it"),
+        ("RingAttention", "is_causal", "; it is causal= here"),
+        ("RingAttention", "window_size", TO_MAKING.format("window")),
+        ("DilatedAttention", "schedule", TO_MAKING.format("schedule")),
+        ("Attention", "pattern", TO_MAKING.format("pattern")),
+    ],
+)
+def test_words_of_others_are_told_where_they_belong(function, name, said):
+    with pytest.raises(TypeError) as error:
+        CALLS[function](Q, Q, Q, **{name: True})
+    assert str(error.value) == f"{function}() got an unexpected keyword argument {name!r}{said}"
 
 
 # ------------------------------------------------------------------------------------------------- simulate

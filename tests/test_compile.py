@@ -455,6 +455,16 @@ def test_errors_keep_their_words(call, text):
     assert str(usual.value) == str(eager.value)
 
 
+@pytest.mark.parametrize("function", [lr.attention, lr.ring_attention])
+def test_what_does_nothing_elsewhere_compiles(function):
+    q, k, v = inputs()
+
+    def call(q, k, v):
+        return function(q, k, v, dropout_p=0.0, attn_mask=None, schedule="ring")
+
+    assert_same_bits(compiled(call)(q, k, v), function(q, k, v, schedule="ring"))
+
+
 # ------------------------------------------------------------------------------------------------- torch.func
 
 

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .errors import CheckpointError as CheckpointError
     from .errors import DataChanged as DataChanged
     from .errors import Disagreement as Disagreement
+    from .errors import HeadsForTokens as HeadsForTokens
     from .errors import KernelRefusal as KernelRefusal
     from .errors import LayoutError as LayoutError
     from .errors import LongringError as LongringError
@@ -45,6 +46,7 @@ _HOMES = {
     "Dilated": "geometry.patterns",
     "Disagreement": "errors",
     "HeadSplit": "geometry.head_split",
+    "HeadsForTokens": "errors",
     "KernelRefusal": "errors",
     "LayoutError": "errors",
     "LongringError": "errors",

@@ -86,11 +86,6 @@ def not_compiled(function: Callable[..., T]) -> Callable[..., T]:
     return _disable_dynamo(function) if "torch._dynamo" in sys.modules else function
 
 
-def refuse_transforms() -> None:
-    if torch._C._are_functorch_transforms_active():
-        raise NotBuilt("transforms of torch.func (grad, vmap, jvp, ...) of attention are not built; use torch.autograd")
-
-
 class OnlyOnce(torch.autograd.Function):
     """Gradients that refuse to be differentiated, which nothing computes, instead of passing for constants."""
 

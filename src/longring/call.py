@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Integral
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from .errors import (
     ArgumentError,
+    HeadsForTokens,
     LayoutError,
     NotBuilt,
     PatternError,
@@ -33,18 +35,20 @@ from .plan.choose import choose_schedule
 from .schedules.contract import Journey
 from .schedules.select import check_schedule, schedule_of
 from .sharding import Sharding
+from .tensors import MANY_HEADS, TRANSPOSE, check_real, check_tensors, spoken
 from .transport.alone import Alone
 from .transport.contract import Transport, check_timeout
 from .transport.select import transport_for, world_size
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-NOT_BUILT = {
-    "dropout": ("dropout", "dropout_p"),
-    "a bias": ("bias", "attn_bias", "alibi_slopes"),
-    "a mask given as a tensor": ("attn_mask", "attention_mask", "key_padding_mask", "mask"),
-    "softcap": ("softcap", "logit_cap"),
-    "attention sinks": ("sinks", "sink"),
+PATTERN_INSTEAD = "; causal, windows, documents and lengths (padding) are said by pattern=longring.Dense(...)"
+NOT_BUILT = {  # feature: (its names elsewhere, what to say instead)
+    "dropout": (("dropout", "dropout_p"), ""),
+    "a bias": (("bias", "attn_bias", "alibi_slopes"), ""),
+    "a mask given as a tensor": (("attn_mask", "attention_mask", "key_padding_mask", "mask"), PATTERN_INSTEAD),
+    "softcap": (("softcap", "logit_cap"), ""),
+    "attention sinks": (("sinks", "sink"), ""),
 }
+OFF_AT_ZERO = ("dropout", "softcap")
 SPELLED = {"is_causal": "causal", "window_size": "window", "cu_seqlens": "documents", "softmax_scale": "scale"}
 OF_PATTERNS = ("causal", "window", "documents", "lengths")
 
@@ -104,10 +108,12 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options,
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options, transport: Transport) -> Call:
+    check_real(q, k, v)
     check_tensors(q, k, v)
     queries, keys = _layouts(q, k, options)
     offset = check_offset(options.query_offset, queries.length, keys.length)
     problem = Problem(q.shape[0], queries.length, keys.length, k.shape[2], offset)
+    check_places(q, k, problem)
     check_pattern(pattern, problem)
     task = Task(pattern, problem, queries, keys, q.shape[2])
     kernel, kernel_choice = choose_kernel(options.kernel, q, k, options.deterministic)
@@ -206,6 +212,7 @@ def _transport(options: Options) -> Transport:
 
 def _refuse_forgotten_group(options: Options) -> None:
     """A ring that was asked for by name must not become attention of one rank, for want of a word."""
+    check_schedule(options.schedule)
     given = options.group if options.sharding is None else getattr(options.sharding, "group", options.sharding)
     if given is not None or options.schedule == "auto" or (size := world_size()) == 1:
         return
@@ -256,6 +263,7 @@ def _shardings(q: Tensor, k: Tensor, queries: Sharding, options: Options) -> tup
                 f"{name} holds {x.shape[1]} tokens, but {sharding.layout} deals {sharding.local_length} of "
                 f"{sharding.length} to this rank; shard with Sharding.shard"
                 + ("" if options.kv_sharding is not None or name == "q" else ", and pass kv_sharding if keys differ")
+                + (TRANSPOSE if x.shape[2] == sharding.local_length else "")
             )
     return queries, keys
 
@@ -287,42 +295,35 @@ def check_offset(offset: int | None, n_q: int, n_k: int) -> int:
     if offset is None:
         return n_k - n_q
     if not isinstance(offset, Integral) or isinstance(offset, bool):
-        raise ArgumentError(f"query_offset must be a whole number, got {offset!r}")
+        raise ArgumentError(f"query_offset must be a whole number, got {spoken(offset)}")
     return int(offset)
 
 
 # ------------------------------------------------------------------------------------------ what users got wrong
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise ArgumentError(f"{name} must be a tensor, got {type(x).__name__}")
-        if x.ndim != 4:
-            raise ArgumentError(f"{name} must be [batch, n, heads, d], got shape {list(x.shape)}")
-        if 0 in (x.shape[0], x.shape[2], x.shape[3]):
-            raise ArgumentError(f"{name} needs a batch, heads and d of at least 1, got shape {list(x.shape)}")
-        if x.dtype not in DTYPES:
-            raise ArgumentError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
-        if x.dtype != q.dtype:
-            raise ArgumentError(f"q, k and v must have one dtype, but q is {q.dtype} and {name} {x.dtype}")
-        if x.device != q.device:
-            raise ArgumentError(f"q, k and v must be on one device, but q is on {q.device} and {name} on {x.device}")
-    if any(x.layout != torch.strided or x.is_meta for x in (q, k, v)):
-        raise ArgumentError(f"q, k and v must be dense tensors with numbers in them, got {q.layout} on {q.device}")
-    if k.shape != v.shape:
-        raise ArgumentError(f"k and v must have one shape, got {list(k.shape)} and {list(v.shape)}")
-    if q.shape[0] != k.shape[0]:
-        raise ArgumentError(f"q and k must have one batch size, got {q.shape[0]} and {k.shape[0]}")
-    if q.shape[3] != k.shape[3]:
-        raise ArgumentError(f"q and k must have one head dimension d, got {q.shape[3]} and {k.shape[3]}")
-    if q.shape[2] % k.shape[2]:
-        raise ArgumentError(f"heads must be a multiple of kv_heads, got {q.shape[2]} and {k.shape[2]}")
+def check_places(q: Tensor, k: Tensor, problem: Problem) -> None:
+    """Warn of tensors that look like [batch, heads, tokens, d]: computed as they are, they mean something else.
+
+    Queries and keys both have more heads than the whole sequence has tokens, and there are more kv heads than most
+    models have. Neither decoding (one query, many keys) nor a short prompt looks like that, nor a rank's few tokens.
+    """
+    if k.shape[2] >= MANY_HEADS and k.shape[2] > problem.n_k and q.shape[2] > problem.n_q and not _suspected:
+        _suspected.append(True)
+        warnings.warn(
+            f"q is {list(q.shape)} and k {list(k.shape)}: {problem.n_k} keys with {k.shape[2]} heads each look like "
+            f"heads and tokens in each other's place{TRANSPOSE}",
+            HeadsForTokens,
+            stacklevel=_level_of_the_caller(),
+        )
+
+
+_suspected: list[bool] = []  # what one process is warned of once
 
 
 def check_pattern(pattern: Pattern, problem: Problem) -> None:
     if not isinstance(pattern, Pattern):
-        raise PatternError(f"pattern must be longring.Dense(...) or longring.Dilated(...), got {pattern!r}")
+        raise PatternError(f"pattern must be longring.Dense(...) or longring.Dilated(...), got {spoken(pattern)}")
     pattern.check(problem)
     if isinstance(pattern, Dilated) and pattern.leaves_rows_out:
         _warn_of_rows_left_out(pattern.mixed_rates)
@@ -352,22 +353,43 @@ def check_scale(scale: float | None, q: Tensor) -> float:
         return q.shape[3] ** -0.5
     is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
     if not is_number or not abs(scale) <= torch.finfo(accumulator_dtype(q.dtype)).max:
-        raise ArgumentError(f"scale must be a finite number, got {scale!r}")
+        raise ArgumentError(f"scale must be a finite number, got {spoken(scale)}")
     return float(scale)
 
 
-def refuse_unbuilt(function: str, given: dict[str, Any]) -> None:
-    """Name what is known of attention elsewhere and not built here; a word nobody knows is a TypeError."""
-    for name in given:
-        for feature, names in NOT_BUILT.items():
-            if name in names:
-                raise NotBuilt(f"{name}={given[name]!r}: {feature} is not built yet, and is never silently ignored")
-        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{_hint(name)}")
+def refuse_unknown(
+    function: str, given: Mapping[str, Any], known: Container[str] = (), takes: Container[str] = ()
+) -> None:
+    """Refuse words that are not `known`, by name, unless the value says to do without (dropout_p=0.0, attn_mask=None).
+
+    `takes` are the words of patterns that the function has itself, for the hint. That of a module begins in a capital.
+    """
+    for name, value in given.items():
+        if name not in known:
+            _refuse_word(function, name, value, takes)
 
 
-def _hint(name: str) -> str:
+def _refuse_word(function: str, name: str, value: Any, takes: Container[str]) -> None:
+    for feature, (names, instead) in NOT_BUILT.items():
+        if name not in names:
+            continue
+        if value is None or (feature in OFF_AT_ZERO and isinstance(value, (int, float)) and value == 0):
+            return
+        raise NotBuilt(f"{name}={spoken(value)}: {feature} is not built yet, and is never silently ignored{instead}")
+    raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{_hint(function, name, takes)}")
+
+
+def _hint(function: str, name: str, takes: Container[str]) -> str:
     """Where to say what is known by another name, or is not for this function."""
     here = SPELLED.get(name, name)
+    if name == "enable_gqa":
+        return "; query heads may be any multiple of kv heads without it"
+    if here in takes:
+        return f"; it is {here}= here"
+    if function[0].isupper() and here in ("pattern", *OF_PATTERNS, *Options._fields):
+        return f"; {here}= is said when the module is made"
+    if here == "pattern":
+        return "; pattern= is for longring.attention"
     if here in OF_PATTERNS:
         return f"; {here}= is for pattern=longring.Dense(...), for longring.ring_attention and for modules"
     return "" if here == name else f"; it is {here}= here"

@@ -23,13 +23,14 @@ from torch.library import CustomOpDef, custom_op
 
 from .autograd import Job, attended, differentiated, refuse_second_derivative
 from .branches import Branch, ReleasedBranch
-from .call import Options, check_tensors, is_replicated, prepare
+from .call import Options, is_replicated, prepare
 from .errors import ArgumentError
 from .geometry.head_split import HeadSplit
 from .geometry.patterns import Dense, Dilated, PaddingApart, Pattern, Table, tables_of
 from .kernels.contract import Upstream
 from .numerics.online_softmax import accumulator_dtype
 from .sharding import Sharding
+from .tensors import check_kind, check_tensors
 from .transport.alone import Alone
 from .transport.process_group import ProcessGroupTransport
 from .transport.select import transport_named
@@ -66,6 +67,8 @@ def _is_inside_a_region() -> bool:
 
 
 def traced(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> tuple[Tensor, Tensor]:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_kind(name, x, fake=True)
     if isinstance(options.sharding, Sharding) and not isinstance(options.sharding.transport, Alone):
         return OVER_RANKS.forward(q, k, v, *spelled_out(pattern, options))
     check_tensors(q, k, v)

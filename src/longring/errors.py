@@ -15,7 +15,8 @@ LongringError
     ├── Disagreement                     the ranks did not make the same call
     └── RankFailed                       a rank that `launch` started raised, died or did not end in time
 
-and one warning, RowsLeftOut: the pattern is allowed, but some rows of it see no key at all.
+and two warnings, RowsLeftOut: the pattern is allowed, but some rows of it see no key at all; and HeadsForTokens: the
+tensors are allowed, but look like [batch, heads, n, d].
 """
 
 from collections.abc import Iterator
@@ -108,6 +109,10 @@ class RankFailed(TransportError):
 
 class RowsLeftOut(UserWarning):
     """The pattern is allowed, but some rows of it see no key at all."""
+
+
+class HeadsForTokens(UserWarning):
+    """The tensors are allowed, but look as if heads and tokens had changed places: [batch, heads, n, d]."""
 
 
 @contextmanager

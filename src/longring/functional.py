@@ -9,7 +9,7 @@ from typing import Any, Literal, Required, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from .autograd import ExactAttention, not_compiled, refuse_transforms
+from .autograd import ExactAttention, not_compiled
 from .branches import (
     Branch,
     Part,
@@ -20,12 +20,13 @@ from .branches import (
     released_branches,
     rows_here,
 )
-from .call import Call, Choice, Dealing, Options, is_replicated, prepare, refuse_unbuilt
+from .call import OF_PATTERNS, Call, Choice, Dealing, Options, is_replicated, prepare, refuse_unknown
 from .errors import ArgumentError, NotBuilt
 from .geometry.patterns import Dense, Dilated, Pattern, Table
 from .geometry.plans import REPLICATED
 from .geometry.task import Run, runs_over_sources
 from .sharding import Sharding
+from .tensors import spoken
 
 CAUSAL = Dense(causal=True)
 
@@ -102,7 +103,7 @@ def attention(
     >>> list(out.shape), list(lse.shape)
     ([1, 300, 8, 16], [1, 8, 300])
     """
-    refuse_unbuilt("attention", not_built)
+    refuse_unknown("attention", not_built)
     if not isinstance(return_lse, bool):
         raise ArgumentError(f"return_lse must be True or False, got {return_lse!r}")
     options = Options(
@@ -123,7 +124,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options)
 
 
 def _attend_at_once(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, options: Options) -> tuple[Tensor, Tensor]:
-    refuse_transforms()
     return ExactAttention.apply(q, k, v, prepare(q, k, v, pattern, options))  # type: ignore[return-value]
 
 
@@ -138,6 +138,7 @@ class RingOptions(CallOptions, total=False):
     documents: Any
     lengths: Any
     sharding: Dealing | None
+    schedule: Literal["ring"]
 
 
 @overload
@@ -162,8 +163,10 @@ def ring_attention(
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Dense attention by the ring schedule; further options as for `attention`."""
-    if "schedule" in options:
-        raise ArgumentError(f"ring_attention is the ring; for schedule={options['schedule']!r} use attention")
+    refuse_unknown("ring_attention", options, Options._fields, OF_PATTERNS)
+    schedule = options.pop("schedule", "ring")
+    if not isinstance(schedule, str) or schedule != "ring":
+        raise ArgumentError(f"ring_attention is the ring; for schedule={spoken(schedule)} use attention")
     if is_replicated(sharding):
         raise ArgumentError("ring_attention moves keys round, and with sharding='replicated' none move; use attention")
     pattern = Dense(causal=causal, window=window, documents=tabled(documents), lengths=tabled(lengths))
@@ -220,6 +223,7 @@ def dilated_attention(
     """
     if not isinstance(return_lse, bool):
         raise ArgumentError(f"return_lse must be True or False, got {return_lse!r}")
+    refuse_unknown("dilated_attention", options, Options._fields, ("causal", "documents"))
     if not isinstance(mixing_gradient, bool | None):
         raise ArgumentError(f"mixing_gradient must be True or False, got {mixing_gradient!r}")
     refuse_contradictions(compat, phase, documents, mixing_gradient, return_lse)
@@ -275,9 +279,9 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = CAUSAL, **opt
     180600
     """
     options.pop("return_lse", None)
-    unknown = {name: value for name, value in options.items() if name not in Options._fields}
-    refuse_unbuilt("explain", unknown)
-    call = prepare(q, k, v, pattern, Options(**options), dry=True)
+    refuse_unknown("explain", options, Options._fields)
+    taken = {name: value for name, value in options.items() if name in Options._fields}
+    call = prepare(q, k, v, pattern, Options(**taken), dry=True)
     journey = call.journey
     runs = _runs(call)
     return Explanation(

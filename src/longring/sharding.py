@@ -16,6 +16,7 @@ from .errors import ArgumentError, LayoutError, PatternError, naming_rank
 from .geometry.layouts import LAYOUTS, Layout, Shard, deal, extended, from_ranges
 from .geometry.patterns import Pattern, clean_documents
 from .plan.choose import choose_layout
+from .tensors import check_kind, spoken
 from .transport.contract import Transport, check_timeout
 from .transport.select import transport_for
 
@@ -56,7 +57,8 @@ class Sharding:
             object.__setattr__(self, "length", int(self.length))
         object.__setattr__(self, "documents", clean_documents(self.documents))
         if self.pattern is not None and not isinstance(self.pattern, Pattern):
-            raise PatternError(f"pattern must be longring.Dense(...) or longring.Dilated(...), got {self.pattern!r}")
+            got = spoken(self.pattern)
+            raise PatternError(f"pattern must be longring.Dense(...) or longring.Dilated(...), got {got}")
         if self.shards and self.layout == "ranges":
             self._check_ranges()
         else:
@@ -160,14 +162,17 @@ class Sharding:
         return self._along(dim, GatherShards, x, timeout)
 
     def _along(self, dim: int, function: Any, x: Tensor, timeout: float | None) -> Tensor:
-        others = None if self.ranks == 1 else Others(self.transport, self.shards, dim % x.ndim, check_timeout(timeout))
+        timeout = check_timeout(timeout)  # with one rank too, which tomorrow may be several
+        others = None if self.ranks == 1 else Others(self.transport, self.shards, dim % x.ndim, timeout)
         rows = x.movedim(dim, 0).unsqueeze(0)
         found = not_compiled(_applied)(function, rows, others, self.shards[self.rank])
         return found.squeeze(0).movedim(0, dim).contiguous()
 
     def _check(self, x: Tensor, dim: int, want: int, what: str) -> None:
+        check_kind("x", x, fake=True)
         if not isinstance(x, Tensor) or type(dim) is not int or not -x.ndim <= dim < x.ndim:
-            raise ArgumentError(f"rank {self.rank}: x must be a tensor with a dimension {dim}, got {_spoken(x)}")
+            got = f"one of shape {list(x.shape)}" if isinstance(x, Tensor) else repr(x)
+            raise ArgumentError(f"rank {self.rank}: x must be a tensor with a dimension {dim}, got {got}")
         if x.shape[dim] != want:
             raise LayoutError(
                 f"rank {self.rank}: x has {x.shape[dim]} tokens along dim {dim}, but {what} holds {want} "
@@ -175,12 +180,12 @@ class Sharding:
             )
 
     def _named_layout(self) -> str:
+        if not isinstance(self.layout, str) or self.layout not in ("auto", *LAYOUTS):
+            raise LayoutError(f"layout must be one of auto, {', '.join(LAYOUTS)}; got {spoken(self.layout)}")
         if self.layout == "auto":
             if self.pattern is None:
                 raise LayoutError("layout='auto' needs pattern=..., to see what the tokens will be used for")
             return choose_layout(self.pattern, self.length)[0]
-        if not isinstance(self.layout, str) or self.layout not in LAYOUTS:
-            raise LayoutError(f"layout must be one of auto, {', '.join(LAYOUTS)}; got {self.layout!r}")
         return self.layout
 
     def _deal(self) -> Layout:
@@ -198,7 +203,3 @@ class Sharding:
 
 def _applied(function: Any, *args: Any) -> Tensor:
     return function.apply(*args)
-
-
-def _spoken(x: object) -> str:
-    return f"one of shape {list(x.shape)}" if isinstance(x, Tensor) else repr(x)

@@ -14,15 +14,15 @@ from .call import (
     Choice,
     check_offset,
     check_pattern,
+    check_places,
     check_scale,
-    check_tensors,
     choose_kernel,
     make_journey,
     pick_schedule,
-    refuse_unbuilt,
+    refuse_unknown,
 )
 from .errors import ArgumentError, LayoutError
-from .geometry.layouts import Layout, Shard, deal
+from .geometry.layouts import LAYOUTS, Layout, Shard, deal
 from .geometry.patterns import Dense, Pattern, Problem
 from .geometry.task import Task
 from .kernels.contract import Gradients, Kernel, Upstream
@@ -31,6 +31,7 @@ from .plan.choose import choose_layout
 from .plan.traffic import backward_bytes, forward_bytes
 from .schedules.gather import place_rows, take_rows
 from .schedules.select import SCHEDULES
+from .tensors import check_real, check_tensors, spoken
 from .transport.ledger import Ledger
 from .transport.loopback import Loopback, check_node_ranks, run_ranks
 
@@ -105,12 +106,14 @@ def simulate(
     >>> sim.layout, sim.bytes_sent == sim.forward.predicted_bytes
     ('zigzag', True)
     """
-    refuse_unbuilt("simulate", not_built)
+    refuse_unknown("simulate", not_built)
+    check_real(q, k, v)
     check_tensors(q, k, v)
     if q.shape[1] == 0 or k.shape[1] == 0:
         raise ArgumentError(f"q and k need at least one token, got {q.shape[1]} and {k.shape[1]}")
     offset = check_offset(query_offset, q.shape[1], k.shape[1])
     problem = Problem(q.shape[0], q.shape[1], k.shape[1], k.shape[2], offset)
+    check_places(q, k, problem)
     check_pattern(pattern, problem)
     name = _layout_for(layout, pattern, problem)
     task = Task(pattern, problem, *_dealt(name, pattern, problem, ranks, align), q.shape[2])
@@ -129,6 +132,8 @@ def _dealt(name: str, pattern: Pattern, problem: Problem, ranks: int, align: int
 
 
 def _layout_for(layout: str, pattern: Pattern, problem: Problem) -> str:
+    if not isinstance(layout, str):
+        raise LayoutError(f"layout must be one of auto, {', '.join(LAYOUTS)}; got {spoken(layout)}")
     name = choose_layout(pattern, problem.n_k)[0] if layout == "auto" else layout
     if name == "dealt" and problem.n_q != problem.n_k:  # documents are boundaries of keys
         if layout == "auto":

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import KernelRefusal
+from ..tensors import spoken
 from .contract import Kernel
 from .fused import FusedKernel
 from .operations.contract import Operation
@@ -35,7 +36,7 @@ _log = logging.getLogger("longring")
 
 def check_kernel(name: str) -> None:
     if not isinstance(name, str) or (name != "auto" and name not in KERNELS):
-        raise KernelRefusal(f"kernel must be one of auto, {', '.join(KERNELS)}; got {name!r}")
+        raise KernelRefusal(f"kernel must be one of auto, {', '.join(KERNELS)}; got {spoken(name)}")
 
 
 def select_kernel(name: str, q: Tensor, k: Tensor, *, deterministic: bool = False) -> tuple[Kernel, str]:

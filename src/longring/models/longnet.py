@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError
 from ..nn.attention import DilatedAttention, Options
-from ..nn.checks import check_bools, spoken
+from ..nn.checks import check_bools
 from ..nn.layers import DecoderLayer, EncoderLayer
 from ..nn.multihead import magneto_gain
 from ..nn.norms import make_norm
 from ..nn.positions import Rotary, XPos
 from ..sharding import Sharding
+from ..tensors import spoken
 from .stack import LanguageModel, Stack, check_config, check_sizes, check_tokens, normal_weights, reset_parts
 
 POSITIONS = ("xpos", "rotary", None)

@@ -13,12 +13,13 @@ from torch.utils.checkpoint import checkpoint
 from ..call import Dealing, is_replicated
 from ..errors import ArgumentError
 from ..nn.cache import Cache
-from ..nn.checks import check_bools, check_positive, check_size, spoken
+from ..nn.checks import check_bools, check_positive, check_size
 from ..nn.layers import DecoderLayer, EncoderLayer, FeedForward
 from ..nn.multihead import Multihead, held_positions
 from ..nn.positions import Angles, Rotary, XPos
 from ..numerics.online_softmax import accumulator_dtype
 from ..sharding import Sharding
+from ..tensors import spoken
 from .generation import Words, generate, last_token
 
 

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ..branches import refuse_contradictions
-from ..call import Dealing, check_scale, is_replicated
+from ..call import Dealing, check_scale, is_replicated, refuse_unknown
 from ..errors import ArgumentError, PatternError
 from ..functional import CAUSAL, attention, dilated_attention, tabled
 from ..geometry.patterns import Dense, Dilated, PaddingApart, Pattern
 from ..kernels.select import check_kernel
 from ..schedules.select import check_schedule
 from ..sharding import Sharding
+from ..tensors import spoken
 from ..transport.contract import check_timeout
 from ..transport.select import transport_for
 
@@ -29,6 +30,9 @@ class Where(TypedDict, total=False):
     layout: str | None
     query_offset: int | None
     return_lse: bool
+
+
+OF_A_CALL = tuple(Where.__annotations__)
 
 
 class Options(TypedDict, total=False):
@@ -65,7 +69,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(pattern, Pattern):
-            raise PatternError(f"pattern must be longring.Dense(...) or longring.Dilated(...), got {pattern!r}")
+            raise PatternError(f"pattern must be longring.Dense(...) or longring.Dilated(...), got {spoken(pattern)}")
         check_schedule(schedule)
         check_kernel(kernel)
         if scale is not None:
@@ -94,6 +98,7 @@ class Attention(nn.Module):
         causal: bool | None = None,
         **where: Unpack[Where],
     ) -> Any:
+        refuse_unknown(type(self).__name__, where, OF_A_CALL, ("causal", "documents", "lengths"))
         pattern = self.pattern if causal is None else replace(self.pattern, causal=causal)
         if documents is not None:
             pattern = _with_documents(pattern, tabled(documents))

@@ -1,11 +1,9 @@
-"""Refusals that modules and models share: sizes, switches, positive numbers, and how a tensor is spoken of."""
+"""Refusals that modules and models share: sizes, switches and positive numbers."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
-
-from torch import Tensor
 
 from ..errors import ArgumentError
 
@@ -25,7 +23,3 @@ def check_positive(name: str, value: float) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 < value < math.inf:
         raise ArgumentError(f"{name} must be a positive number, got {value!r}")
-
-
-def spoken(x: object) -> str:
-    return f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else repr(x)

@@ -14,9 +14,9 @@ from ..errors import ArgumentError, Disagreement, LayoutError, naming_rank
 from ..geometry.patterns import Dense, Problem
 from ..numerics.online_softmax import accumulator_dtype
 from ..sharding import Sharding
+from ..tensors import spoken
 from ..transport.contract import Transport, check_timeout
 from ..transport.select import transport_for
-from .checks import spoken
 
 NUMBERS_AT_A_TIME = 1 << 24  # logits that are there in the accumulator's dtype at once: 64 MiB in float32
 

@@ -13,6 +13,7 @@ from ..call import Dealing, check_offset, is_replicated
 from ..errors import ArgumentError, NotBuilt
 from ..geometry.patterns import Dense
 from ..sharding import Sharding
+from ..tensors import check_kind
 from .attention import Attention, DilatedAttention, Options
 from .cache import LayerCache
 from .checks import check_bools, check_positive, check_size
@@ -248,13 +249,25 @@ class Multihead(nn.Module):
         key = query if key is None else key
         value = key if value is None else value
         for name, x, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
+            check_kind(name, x, fake=True)
             if not isinstance(x, Tensor):
                 raise ArgumentError(f"{name} must be a tensor [batch, n, {width}], got {type(x).__name__}")
             if x.ndim != 3 or x.shape[2] != width:
                 raise ArgumentError(f"{name} must be [batch, n, {width}], got shape {list(x.shape)}")
+            self._check_weights_fit(name, x)
         if key.shape[:2] != value.shape[:2]:
             raise ArgumentError(f"key and value differ in tokens: {list(key.shape)} and {list(value.shape)}")
         return key, value
+
+    def _check_weights_fit(self, name: str, x: Tensor) -> None:
+        weight = self.projecting[0]
+        if x.dtype == weight.dtype and x.device == weight.device:
+            return
+        if x.device != weight.device:
+            raise ArgumentError(f"{name} is on {x.device}, but the weights are on {weight.device}; move one of them")
+        cast = x.is_floating_point() and torch.float64 not in (x.dtype, weight.dtype)  # as autocast does
+        if not cast or not torch.is_autocast_enabled(x.device.type):
+            raise ArgumentError(f"{name} is {x.dtype}, but the weights are {weight.dtype}; they must be of one dtype")
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         if query is key and key is value and self.in_proj_weight is not None:

@@ -2,6 +2,7 @@
 
 from ..errors import ScheduleRefusal
 from ..geometry.plans import REPLICATED
+from ..tensors import spoken
 from . import replicated
 from .by_heads import BY_HEADS
 from .contract import Schedule
@@ -26,4 +27,4 @@ def schedule_of(name: str) -> Schedule:
 
 def check_schedule(name: str) -> None:
     if not isinstance(name, str) or (name != "auto" and name not in SCHEDULES):
-        raise ScheduleRefusal(f"schedule must be one of auto, {', '.join(SCHEDULES)}; got {name!r}")
+        raise ScheduleRefusal(f"schedule must be one of auto, {', '.join(SCHEDULES)}; got {spoken(name)}")
