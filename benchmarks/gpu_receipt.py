@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -68,6 +69,7 @@ class Part:
 def main(arguments: Sequence[str] | None = None) -> int:
     told = parsed(arguments)
     start = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of every `finally`
     facts = facts_of(told.device)
     if "refused" in facts:
         told_why = f"make gpu needs a CUDA device, torch and pytest: {facts['refused']}"
@@ -100,6 +102,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=8.0, help="for everything")
     parser.add_argument("--limits", nargs="*", default=[], metavar="PART=SECONDS", help=f"default: {LIMITS}")
+    parser.add_argument("--together", action="store_true", help="the parts at once, where that is faster")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="the others are recorded as not run")
     parser.add_argument("--jobs", type=int, help="processes at a time (half the cores, at most 8)")
     parser.add_argument("--most", type=int, default=CONFIGURATIONS, help="random configurations")
@@ -241,25 +244,32 @@ def part_status(part: dict[str, Any]) -> str:
 
 
 def run_parts(told: argparse.Namespace, receipt: dict[str, Any], start: float) -> dict[str, Part]:
-    """One after another; a part's limit is its own, or what is left of the whole."""
-    found: dict[str, Part] = {}
+    """One after another, or with --together at once."""
     with tempfile.TemporaryDirectory(prefix="gpu_receipt_") as folder:
-        for name in PARTS:
+
+        def run(name: str) -> Part:
             left = 60 * told.minutes - ENDING - (time.monotonic() - start)
-            if name not in told.only:
-                found[name] = Part(NOT_RUN, "not asked for")
-                continue
-            limit = round(left if list(told.only) == [name] else min(left, told.limits[name]), 1)
-            if limit < 1:
-                found[name] = Part(INCOMPLETE, f"no time was left of {told.minutes:g} minutes", limit=limit)
-                continue
-            print(f"{name}: begins, at most {limit:.0f} s", flush=True)
-            since = time.monotonic()
-            part = RUNS[name](told, receipt, Path(folder), limit)
-            part.seconds, part.limit = round(time.monotonic() - since, 1), limit
-            found[name] = part
-            tell(name, part)
-    return found
+            return run_part(name, told, receipt, Path(folder), left)
+
+        if not told.together:  # without a thread, so that ending this program ends what it started
+            return {name: run(name) for name in PARTS}
+        with ThreadPoolExecutor(len(PARTS)) as pool:
+            return dict(zip(PARTS, pool.map(run, PARTS), strict=True))
+
+
+def run_part(name: str, told: argparse.Namespace, receipt: dict[str, Any], folder: Path, left: float) -> Part:
+    """Its limit is its own, or what is left of the whole; alone, or beside others, it may take all of that."""
+    if name not in told.only:
+        return Part(NOT_RUN, "not asked for")
+    limit = round(left if told.together or list(told.only) == [name] else min(left, told.limits[name]), 1)
+    if limit < 1:
+        return Part(INCOMPLETE, f"no time was left of {told.minutes:g} minutes", limit=limit)
+    print(f"{name}: begins, at most {limit:.0f} s", flush=True)
+    since = time.monotonic()
+    part = RUNS[name](told, receipt, folder, limit)
+    part.seconds, part.limit = round(time.monotonic() - since, 1), limit
+    tell(name, part)
+    return part
 
 
 def tell(name: str, part: Part) -> None:

@@ -221,19 +221,24 @@ def random_lines(runs: list[dict[str, Any]], now: Sources) -> Iterator[Line]:
 
 @dataclass(frozen=True)
 class Verified:
-    """A JSON file of `longring verify`. Its keys: `what`, `hardware` (text, or a table with `gpu` or `device`),
-    `ranks`, `nodes`, `backend`, `shares_a_gpu`, `started`, `commit`, `sources` (as longring.sources has them), and
-    `results`: a list, or a table of lists, of cases with `ok` or `passed`. No result, one that says neither, or
-    `is_complete: false`: incomplete. A failed case, or `ok: false` of the whole: failed."""
+    """A JSON file of `longring verify`. Its keys: `what`, `hardware`, `ranks`, `nodes`, `backend`, `shares_a_gpu`,
+    `started`, `commit`, `sources` (of longring.sources), and `results`: a list, or a table of lists, of cases with
+    `status` ("passed", "failed" or "not run"), or `ok` or `passed`. A failed case, or `ok: false` of the whole: failed.
+    None that passed, one that says nothing, or `is_complete: false`: incomplete."""
 
     told: dict[str, Any]
 
     @property
+    def outcomes(self) -> list[str | None]:
+        return [outcome(case) for case in cases_of(self.told.get("results"))]
+
+    @property
     def status(self) -> str:
-        found = [outcome(case) for case in cases_of(self.told.get("results"))]
-        if False in found or outcome(self.told) is False:
+        found = self.outcomes
+        if FAILED in found or outcome(self.told) == FAILED:
             return FAILED
-        return PASSED if found and None not in found and self.told.get("is_complete") is not False else INCOMPLETE
+        is_whole = PASSED in found and None not in found and self.told.get("is_complete") is not False
+        return PASSED if is_whole else INCOMPLETE
 
     @property
     def hardware(self) -> str:
@@ -241,21 +246,24 @@ class Verified:
         return str(named.get("gpu") or named.get("device") or "?") if isinstance(named, dict) else str(named)
 
     @property
+    def is_over_nccl(self) -> bool:
+        return "nccl" in str(self.told.get("backend")).lower()
+
+    @property
     def is_many_gpus(self) -> bool:
-        told = self.told
-        return told.get("shares_a_gpu") is False and "nccl" in str(told.get("backend")) and told.get("ranks", 1) > 1
+        return self.told.get("shares_a_gpu") is False and self.is_over_nccl and self.told.get("ranks", 1) > 1
 
     def line(self, name: str, now: Sources) -> Line:
-        told = self.told
-        found = [outcome(case) for case in cases_of(told.get("results"))]
-        words = f"{found.count(True):,} cases right, {len(found) - found.count(True):,} not"
-        share = ", ranks share a GPU" if told.get("shares_a_gpu") else ""
+        told, found = self.told, self.outcomes
+        counts = {PASSED: "right", FAILED: "wrong", NOT_RUN: "not run", None: "without a result"}
+        words = ", ".join(f"{found.count(each):,} {what}" for each, what in counts.items() if each in found)
+        share = ", some sharing a GPU" if told.get("shares_a_gpu") else ""
         nodes = f" on {told['nodes']} nodes" if told.get("nodes", 1) != 1 else ""
         where = f"{self.hardware}, {told.get('ranks', '?')} ranks{nodes} over {told.get('backend', '?')}{share}"
         changed = changed_since(told.get("sources"), now)
-        what = f"{told.get('what', '`longring verify`')} ([{name}](records/verify/{name}))"
-        when = str(told.get("started", told.get("when", "date unknown")))
-        return Line(what, where, self.status, words, when, str(told.get("commit", "?")), changed)
+        what = f"`longring verify` ([record](records/verify/{name}))"
+        when = str(told.get("started", "date unknown"))
+        return Line(what, where, self.status, words or "no case", when, str(told.get("commit", "?")), changed)
 
 
 def cases_of(results: Any) -> Iterator[Any]:
@@ -270,11 +278,13 @@ def cases_of(results: Any) -> Iterator[Any]:
         yield results
 
 
-def outcome(case: Any) -> bool | None:
-    if isinstance(case, dict):
-        said = [case[name] for name in ("ok", "passed", "is_right") if isinstance(case.get(name), bool)]
-        return all(said) if said else None
-    return case if isinstance(case, bool) else None
+def outcome(case: Any) -> str | None:
+    """PASSED, FAILED or NOT_RUN; None of what does not say."""
+    told = case if isinstance(case, dict) else {}
+    if "status" in told:
+        return told["status"] if told["status"] in (PASSED, FAILED, NOT_RUN) else None
+    said = [told[name] for name in ("ok", "passed") if isinstance(told.get(name), bool)]
+    return None if not said else PASSED if all(said) else FAILED
 
 
 # ------------------------------------------------------------------------------------------------------------ the page
@@ -312,7 +322,7 @@ def receipts_of(records: Path) -> Iterator[dict[str, Any]]:
     for name, told in loaded(records / "gpu"):
         if not told["hardware"].get("gpus"):
             raise SystemExit(f"{records / 'gpu' / name} is no receipt of a GPU, but of a trial on a CPU: remove it")
-        yield told
+        yield told | {"file": name}
 
 
 def history(receipts: list[dict[str, Any]], now: Sources) -> str:
@@ -322,7 +332,8 @@ def history(receipts: list[dict[str, Any]], now: Sources) -> str:
         changed = changed_since(receipt.get("sources"), now)
         holds = Line("", "", status_of(receipt), "", "", "", changed).at_these
         skips = [f"{count} {why}" for part in receipt["parts"].values() for why, count in part.get("skips", {}).items()]
-        told = [receipt["started"][:16].replace("T", " "), receipt["hardware"]["gpu"], receipt["commit"]]
+        when = f"[{receipt['started'][:16].replace('T', ' ')}](records/gpu/{receipt['file']})"
+        told = [when, receipt["hardware"]["gpu"], receipt["commit"]]
         spent = f"{receipt.get('seconds', 0):.0f} s"
         rows.append(row(*told, status_of(receipt), spent, "; ".join(skips)[:400] or "nothing", holds))
     head = ("when", "GPU", "commit", "all of it", "took", "skipped or refused", "at these sources")
@@ -337,7 +348,7 @@ def page(records: Path = RECORDS, now: Sources | None = None) -> str:
     lines = [*latest(receipts, now), *random_lines(runs, now), *(one.line(name, now) for name, one in verified)]
     real = [row(*ON_CPUS), *([] if receipts else [row(*NO_RECEIPT)]), *(line.row for line in lines)]
     gpus = {receipt["hardware"]["gpu"] for receipt in receipts}
-    gpus |= {one.hardware for _, one in verified if "nccl" in str(one.told.get("backend"))}
+    gpus |= {one.hardware for _, one in verified if one.is_over_nccl}
     unseen = not_seen([one for _, one in verified], gpus, now)
     return "\n".join(
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -113,6 +114,24 @@ def test_what_the_limit_cuts_off_is_incomplete_and_leaves_no_process(tmp_path):
         time.sleep(0.05)
 
 
+@pytest.mark.processes
+def test_ending_it_ends_what_it_started(tmp_path):
+    (tmp_path / "test_planted.py").write_text(PLANTED + HANGS)
+    options = ["--device", "cpu", "--out", str(tmp_path / "out"), "--tests", str(tmp_path), "--only", "tests"]
+    process = subprocess.Popen([sys.executable, str(ROOT / "benchmarks" / "gpu_receipt.py"), *options])
+    path, until = tmp_path / "test_planted.py.pid", time.monotonic() + 90
+    while not (path.exists() and path.read_text()):
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    until = time.monotonic() + 20
+    while is_running(int(path.read_text())):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
 def is_running(pid):
     try:
         return gpu.stat(pid)[0][0] != "Z"
@@ -133,6 +152,69 @@ def test_a_report_that_was_cut_short_is_not_passed(tmp_path, code):
     report = tmp_path / "report.xml"
     report.write_text(report.read_text()[:-40])
     assert gpu.pytest_part(code, "", report).status == (gpu.INCOMPLETE if code is None else gpu.FAILED)
+
+
+# ------------------------------------------------------------------------------------------------------------- parts
+
+
+def told(*arguments):
+    return gpu.parsed(["--device", "cpu", "--out", "elsewhere", *arguments])
+
+
+SKIPPED = {"passed": 0, "failed": 0, "errors": 0, "skipped": 3}
+
+
+@pytest.mark.parametrize(
+    ("found", "status"),
+    [
+        (gpu.Part(gpu.INCOMPLETE, "every test was skipped: NCCL 2.28 refuses", counts=SKIPPED), gpu.NOT_RUN),
+        (gpu.Part(gpu.INCOMPLETE, "cut off by the time limit", counts=SKIPPED), gpu.INCOMPLETE),
+        (gpu.Part(gpu.INCOMPLETE, "cut off by the time limit; no report"), gpu.INCOMPLETE),
+        (gpu.Part(gpu.FAILED, counts=SKIPPED | {"failed": 1}), gpu.FAILED),
+        (gpu.Part(gpu.PASSED, counts=SKIPPED | {"passed": 1}), gpu.PASSED),
+    ],
+)
+def test_nccl_that_skips_is_not_run_and_else_is_what_it_is(monkeypatch, tmp_path, found, status):
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    assert gpu.run_nccl(told(), {}, tmp_path, 5.0) == gpu.Part(gpu.NOT_RUN, "there is no tests/gpu/nccl")
+    (tmp_path / "tests" / "gpu" / "nccl").mkdir(parents=True)
+    monkeypatch.setattr(gpu, "run_pytest", lambda *_: found)
+    assert gpu.run_nccl(told(), {}, tmp_path, 5.0).status == status
+
+
+@pytest.mark.parametrize("order", [[], ["--together"]], ids=["one after another", "together"])
+def test_every_part_is_recorded_and_those_without_time_are_incomplete(monkeypatch, order):
+    limits = {}
+
+    def run(name):
+        def part(told, receipt, folder, limit):
+            limits[name] = limit
+            return gpu.Part(gpu.PASSED, counts={"passed": 1})
+
+        return part
+
+    monkeypatch.setattr(gpu, "RUNS", {name: run(name) for name in gpu.PARTS})
+    found = gpu.run_parts(told("--limits", "nccl=9", "--only", "nccl", "tests", *order), {}, time.monotonic())
+    assert {name: part.status for name, part in found.items()} == {
+        "nccl": "passed",
+        "random": "not run",
+        "tests": "passed",
+    }
+    assert limits["nccl"] == pytest.approx(60 * 8 - gpu.ENDING if order else 9, abs=1)
+    late = gpu.run_parts(told(*order), {}, time.monotonic() - 500)
+    assert {part.status for part in late.values()} == {gpu.INCOMPLETE}
+
+
+def test_tests_that_saw_no_device_or_are_not_all_do_not_pass(monkeypatch, tmp_path):
+    asked = gpu.parsed(["--out", "elsewhere"])
+    monkeypatch.setattr(gpu, "run_pytest", lambda *_: gpu.Part(gpu.PASSED, counts={"passed": 5}, skips={}))
+    assert gpu.run_tests(asked, {}, tmp_path, 5.0).status == gpu.PASSED
+    asked.tests = ["tests/gpu/test_cuda.py"]
+    assert gpu.run_tests(asked, {}, tmp_path, 5.0).reason == "only tests/gpu/test_cuda.py"
+    asked = gpu.parsed(["--out", "elsewhere"])
+    blind = gpu.Part(gpu.PASSED, counts={"passed": 5}, skips={gpu.NO_GPU: 700})
+    monkeypatch.setattr(gpu, "run_pytest", lambda *_: blind)
+    assert gpu.run_tests(asked, {}, tmp_path, 5.0).status == gpu.INCOMPLETE
 
 
 # ----------------------------------------------------------------------------------------------- random configurations

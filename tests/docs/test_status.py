@@ -175,8 +175,12 @@ def test_a_watch_that_did_not_last_to_the_end_is_incomplete(records):
 @pytest.mark.parametrize(
     ("told", "said"),
     [
-        ({"results": [{"ok": True}, {"passed": True}]}, "passed: 2 cases right"),
-        ({"results": {"exact": [{"ok": True}], "faults": [{"ok": True}]}}, "passed: 2 cases right"),
+        ({"results": [{"ok": True}, {"passed": True}]}, "passed: 2 right"),
+        ({"results": {"exact": [{"ok": True}], "faults": [{"ok": True}]}}, "passed: 2 right"),
+        ({"results": [{"status": "passed"}, {"status": "not run"}]}, "passed: 1 right, 1 not run"),
+        ({"results": [{"status": "passed"}, {"status": "failed"}]}, "**failed**: 1 right, 1 wrong"),
+        ({"results": [{"status": "not run"}]}, "**incomplete**"),
+        ({"results": [{"status": "passed"}, {"status": "hung"}]}, "**incomplete**"),
         ({"results": [{"ok": True}, {"ok": False}]}, "**failed**"),
         ({"results": {"exact": [{"ok": True}], "faults": [{"ok": False}]}}, "**failed**"),
         ({"results": [{"ok": True}], "ok": False}, "**failed**"),
@@ -203,4 +207,4 @@ def test_several_gpus_are_not_seen_where_ranks_share_one(records):
     (records / "verify" / "one.json").write_text(json.dumps(told | {"results": [{"ok": True}]}))
     page = status.page(records, NOW)
     assert "Several GPUs, a rank each" in page
-    assert "ranks share a GPU" in "".join(rows(page, "longring verify"))
+    assert "some sharing a GPU" in "".join(rows(page, "longring verify"))
