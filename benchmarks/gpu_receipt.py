@@ -306,7 +306,6 @@ def run_random(told: argparse.Namespace, receipt: dict[str, Any], folder: Path, 
     command = [sys.executable, str(ROOT / "benchmarks" / "random_gpu.py"), "--seed", str(receipt["seed"])]
     command += ["--most", str(told.most), "--jobs", str(told.jobs), "--device", told.device, "--record", str(record)]
     command += ["--minutes", f"{max(limit - RANDOM_GRACE, limit / 2) / 60:.3f}", "--commit", receipt["commit"]]
-    command += ["--sources", receipt["sources"]["engine"]]
     code, output = bounded(command, limit, environment(told.jobs))
     run = json.loads(record.read_text())["runs"][-1] if record.exists() else None
     return random_part(code, output, run, told.most)

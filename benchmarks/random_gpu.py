@@ -38,6 +38,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
 
+from longring.sources import Sources, sources  # noqa: E402
 from random_configurations import (  # noqa: E402
     CRASH,
     FAILURES,
@@ -86,7 +87,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--limit", type=float, help="seconds for one configuration (60; 240 with --sanitizer)")
     parser.add_argument("--record", type=Path, help="a JSON file to add this run to")
-    parser.add_argument("--sources", help="a hash of the engine's sources, for the record")
+    parser.add_argument("--sources", help="a hash of the engine's sources, instead of that of these")
     parser.add_argument("--commit", help="for the record, where there is no git")
     parser.add_argument("--sanitizer", action="store_true", help="under compute-sanitizer's memcheck")
     parser.add_argument("--replay", metavar="JSON", help="run this configuration alone")
@@ -294,7 +295,7 @@ class Done:
     started: str
     minutes: float
     commit: str
-    sources: str | None
+    sources: Sources | str
     facts: dict[str, str]
     limits: dict[str, Any]
     jobs: int
@@ -362,7 +363,7 @@ class Run:
             started,
             0.0,
             name,
-            told.sources,
+            told.sources or sources(),
             {},
             asdict(self._limits),
             told.jobs,
@@ -466,8 +467,9 @@ class Run:
 
 def commit() -> str:
     asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
-    found = subprocess.run(asked, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+    if shutil.which("git") is None:
+        return "unknown"
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
 # ----------------------------------------------------------------------------------------------------- the record

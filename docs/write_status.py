@@ -331,7 +331,9 @@ def history(receipts: list[dict[str, Any]], now: Sources) -> str:
     for receipt in sorted(receipts, key=lambda each: each["started"], reverse=True):
         changed = changed_since(receipt.get("sources"), now)
         holds = Line("", "", status_of(receipt), "", "", "", changed).at_these
-        skips = [f"{count} {why}" for part in receipt["parts"].values() for why, count in part.get("skips", {}).items()]
+        skips = [
+            f"{why} ({count})" for part in receipt["parts"].values() for why, count in part.get("skips", {}).items()
+        ]
         when = f"[{receipt['started'][:16].replace('T', ' ')}](records/gpu/{receipt['file']})"
         told = [when, receipt["hardware"]["gpu"], receipt["commit"]]
         spent = f"{receipt.get('seconds', 0):.0f} s"

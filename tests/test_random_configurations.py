@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import random_configurations
+from longring.sources import sources
 from random_configurations import (
     CRASH,
     HANG,
@@ -200,7 +201,7 @@ def test_runs_of_other_seeds_add_up_in_the_record(command, tmp_path, capsys, mon
     assert command.main(arguments(record, 6)) == 0
     first, second = json.loads(record.read_text())["runs"]
     assert (first["seed"], first["sources"], first["outcomes"]) == (5, "0123abcd", {"right": 3})
-    assert (second["seed"], second["sources"], second["indices"]) == (6, None, 3)
+    assert (second["seed"], second["sources"], second["indices"]) == (6, sources(), 3)
     assert sum(count["right"] for count in first["counts"]["dtype"].values()) == 3
     assert first["facts"] == Here.facts
     assert first["commit"]
