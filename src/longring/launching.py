@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.cuda import nccl
 from torch.distributed.rendezvous import rendezvous
 
 from .errors import ArgumentError, PeerLost, RankFailed
@@ -110,8 +111,9 @@ def _joined(program: Callable[..., T], args: tuple[Any, ...], backend: str) -> T
 
 def _join(backend: str) -> None:
     """Become the rank that the environment says."""
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if "nccl" in backend else None
-    if device is not None:
+    device = None
+    if "nccl" in backend:  # where ranks may share GPUs there can be fewer of these
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     store, rank, ranks = _met()
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, device_id=device)
@@ -178,8 +180,19 @@ def _fresh(store: dist.Store, rank: int, ranks: int) -> dist.Store:
     return dist.PrefixStore(f"longring/{name}", store)
 
 
-def _backend(asked: str, local_ranks: int) -> str:
+def ranks_on_gpus(local_ranks: int) -> int:
+    """How many of this machine's ranks can have a GPU: one for each; all of them where NCCL is told to share.
+
+    NCCL can from 2.30 on, as an experiment, with NCCL_MULTI_RANK_GPU_ENABLE=1.
+    """
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not devices or devices >= local_ranks or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        return devices
+    return local_ranks if dist.is_nccl_available() and nccl.version() >= (2, 30) else devices
+
+
+def _backend(asked: str, local_ranks: int) -> str:
+    devices = ranks_on_gpus(local_ranks)
     if asked == "auto":
         return "cpu:gloo,cuda:nccl" if devices >= local_ranks and dist.is_nccl_available() else "gloo"
     if "nccl" in asked and devices < local_ranks:

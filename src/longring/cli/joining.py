@@ -26,11 +26,11 @@ def ranks_and_device(ranks: int | None, device: str) -> tuple[int, str]:
     """How many there are or will be, and "cpu" or "cuda"; what was asked for may be None and "auto"."""
     ranks, local = _world(ranks)
     if device != "cpu":
-        import torch
+        from ..launching import ranks_on_gpus
 
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if ranks is None and gpus:
+        if ranks is None and (gpus := ranks_on_gpus(1)):
             ranks = local = gpus
+        gpus = ranks_on_gpus(local or 1)
         if device == "cuda" and (not gpus or gpus < (local or 1)):
             raise ArgumentError(f"--device cuda needs a GPU for each of {local or 1} ranks, and there are {gpus}")
         device = "cuda" if gpus and gpus >= (local or 1) else "cpu"
