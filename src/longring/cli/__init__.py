@@ -17,8 +17,8 @@ from .. import __version__
 from ..errors import ArgumentError, LongringError
 from .quick import QuickCommand, QuickGroup
 
-ORDER = ("doctor", "plan", "bench", "profile", "replay", "train", "eval", "conform", "demo")
-"""As one meets them: is all well here, what would it cost, what does it cost, use it, is it right, show me."""
+ORDER = ("doctor", "verify", "plan", "bench", "profile", "replay", "train", "eval", "conform", "demo")
+"""As one meets them: is all well here, and on all ranks, what would it cost, what does it cost, use it, show me."""
 
 STOPPED, NOBODY_READS = 130, 141  # as a shell says of what ended by SIGINT and by SIGPIPE
 

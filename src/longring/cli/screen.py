@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 WIDTH = 100  # of output that goes to no terminal
 
 
-def console() -> Console:
+def console(*, width: int = WIDTH) -> Console:
+    """As wide as the terminal, or of this width where there is none."""
     from rich.console import Console
 
     class Screen(Console):
@@ -27,7 +28,7 @@ def console() -> Console:
             raise  # called while a BrokenPipeError is handled: main knows what to do with it
 
     found = Screen(highlight=False)
-    return found if found.is_terminal else Screen(highlight=False, width=WIDTH)
+    return found if found.is_terminal else Screen(highlight=False, width=width)
 
 
 def progress(on: Console, *, quiet: bool = False) -> Progress:
