@@ -239,6 +239,9 @@ def strike_oneself(how: str) -> None:
         raise MemoryError("no room left")
     if how == "sleep":
         time.sleep(60)
+    print(f"struck at {time.monotonic()}", flush=True)  # noqa: T201
+    if how == "leave":
+        os._exit(0)
     os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
     time.sleep(60)  # a stop takes effect at the next chance
 
@@ -352,9 +355,10 @@ def sub_groups(group: Any) -> list:
 def meshes(group: Any) -> dict:
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    kind = torch.device(DEVICE).type
+    mesh = init_device_mesh(kind, (2, 2), mesh_dim_names=("data", "context"))
     row, whole = transport_for(mesh["context"]), transport_for(mesh)
-    part = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("data", "one", "context"))["one", "context"]
+    part = init_device_mesh(kind, (2, 1, 2), mesh_dim_names=("data", "one", "context"))["one", "context"]
     some = transport_for(part)
     assert some is transport_for(part)
     assert whole is transport_for(mesh)
@@ -542,6 +546,7 @@ def attend(group: Any, *, timeout: float | None = TIMEOUT, **changes: Any) -> to
         "heads": 4,
         "kv_heads": 2,
         "deterministic": False,
+        "scale": None,
     }
     facts = usual | {"pattern": lr.Dense(causal=True)} | changes
     length, heads, kv_heads = facts["length"], facts["heads"], facts["kv_heads"]
@@ -549,8 +554,8 @@ def attend(group: Any, *, timeout: float | None = TIMEOUT, **changes: Any) -> to
     seed = torch.Generator().manual_seed(length)
     shapes = [(1, length, count, 8) for count in (heads, kv_heads, kv_heads)]
     whole = [torch.randn(shape, generator=seed).to(facts["dtype"]) for shape in shapes]
-    q, k, v = (sharding.shard(x).detach().requires_grad_() for x in whole)
-    options = {name: facts[name] for name in ("pattern", "schedule", "deterministic")} | {"timeout": timeout}
+    q, k, v = (sharding.shard(x).detach().to(DEVICE).requires_grad_() for x in whole)
+    options = {name: facts[name] for name in ("pattern", "schedule", "deterministic", "scale")} | {"timeout": timeout}
     out = lr.attention(q, k, v, sharding=sharding, **options)
     out.sum().backward()
     assert all(x.grad is not None and bool(x.grad.isfinite().all()) for x in (q, k, v))
@@ -598,6 +603,7 @@ def attention_that_differs(group: Any, good: int, odd: int, kind: str) -> Any:
         "documents": ({"pattern": documents[0]}, {"pattern": documents[1]}),
         "schedule": ({}, {"schedule": "gather"}),
         "deterministic": ({}, {"deterministic": True}),
+        "scale": ({"scale": 0.25}, {"scale": 0.5}),
         "version": ({}, {}),
         "operation": ({}, {}),
     }
@@ -607,10 +613,21 @@ def attention_that_differs(group: Any, good: int, odd: int, kind: str) -> Any:
     is_odd = transport.rank == odd
     if is_odd and kind == "version":
         lr.__version__ = "0.0.9"
-    if is_odd and kind == "operation":
-        sharding = lr.Sharding(13, group=group, layout="contiguous")
-        return sharding.unshard(torch.zeros(1, sharding.local_length, 2)).tolist()
-    return attend(group, **(other if is_odd else usual)).tolist()
+    with timing_what_is_raised():
+        if is_odd and kind == "operation":
+            sharding = lr.Sharding(13, group=group, layout="contiguous")
+            return sharding.unshard(torch.zeros(1, sharding.local_length, 2, device=DEVICE)).tolist()
+        return attend(group, **(other if is_odd else usual)).tolist()
+
+
+@contextmanager
+def timing_what_is_raised() -> Iterator[None]:
+    began = time.monotonic()
+    try:
+        yield
+    except Exception as error:
+        error.seconds = time.monotonic() - began  # type: ignore[attr-defined]
+        raise
 
 
 # ------------------------------------------------------------------------------------------ through shared memory
@@ -778,6 +795,13 @@ def on_a_gpu(group: Any, program: str, is_watched: bool, *args: Any) -> Any:
     expected = os.environ.get("LONGRING_TRANSPORT") != "staged"
     assert (transport.symmetric_bytes > 0) == expected, f"{transport._symmetric}"
     TIMEOUT = TIMEOUT if is_watched else None
+    return globals()[program](group, *args)
+
+
+def on_nccl(group: Any, program: str, *args: Any) -> Any:
+    """Another of these programs with its messages over NCCL."""
+    global DEVICE
+    DEVICE = "cuda:0"
     return globals()[program](group, *args)
 
 

@@ -36,6 +36,7 @@ class Outcome:
     error: str | None = None  # the type's name
     text: str = ""
     rank_named: int | None = None
+    seconds: float | None = None  # that the call took which raised, where the program tells
     phase_and_step: str | None = None
     at: float = 0.0  # time.monotonic(), which all processes of a machine share
     status: int | None = None  # None: it hung, and was killed
@@ -54,6 +55,8 @@ class World:
     absent: tuple[int, ...] = ()  # ranks that need not end by themselves
     ends: str = "as usual"  # or "at once", where how a rank ends is not the question
     loads: tuple[str, ...] = ()  # modules that take long to load: once for all ranks, in the process that makes them
+    backend: str = "gloo"  # with "nccl" in it all ranks are on the first GPU
+    preload: str = ""  # a library that comes before those of ranks, as the dynamic linker has them: see shared_gpu.py
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="longring-world-")))
 
     def run(self, limit: float = 30.0) -> list[Outcome]:
@@ -62,7 +65,7 @@ class World:
             job = {"folder": str(self.folder), "rank": rank, "size": self.size, "program": self.program}
             (self.folder / f"{rank}.args").write_bytes(pickle.dumps(self.args))
             job |= {"store": self.store, "environment": self.environment, "ends": self.ends, "loads": self.loads}
-            _order(job)
+            _order(job | {"backend": self.backend}, self.preload)
         end = time.monotonic() + limit
         awaited = [rank for rank in range(self.size) if rank not in self.absent]
         while time.monotonic() < end and not all(self._is_over(rank) for rank in awaited):
@@ -106,19 +109,19 @@ def results(size: int, program: str, *args: Any, limit: float = 30.0, **options:
     return [outcome.value for outcome in outcomes]
 
 
-_maker: subprocess.Popen[str] | None = None
+_makers: dict[str, subprocess.Popen[str]] = {}  # by what is loaded before all else
 
 
-def _order(job: dict[str, Any]) -> None:
-    global _maker
-    if _maker is None or _maker.poll() is not None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        _maker = subprocess.Popen(
+def _order(job: dict[str, Any], preload: str) -> None:
+    maker = _makers.get(preload)
+    if maker is None or maker.poll() is not None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({"LD_PRELOAD": preload} if preload else {})
+        maker = _makers[preload] = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, text=True, env=environment, start_new_session=True
         )
-    assert _maker.stdin is not None
-    _maker.stdin.write(json.dumps(job) + "\n")
-    _maker.stdin.flush()
+    assert maker.stdin is not None
+    maker.stdin.write(json.dumps(job) + "\n")
+    maker.stdin.flush()
 
 
 # ------------------------------------------------------------------------------- in the process that makes ranks
@@ -179,7 +182,7 @@ def _live(job: dict[str, Any], place: Path) -> int:
     except BaseException as error:
         traceback.print_exc()
         named, phase = getattr(error, "rank", None), getattr(error, "phase_and_step", None)
-        outcome = Outcome(None, type(error).__name__, str(error), named, phase)
+        outcome = Outcome(None, type(error).__name__, str(error), named, getattr(error, "seconds", None), phase)
     outcome.at = time.monotonic()
     place.with_suffix(".outcome").write_bytes(pickle.dumps(outcome))  # "can still save state"
     if job["ends"] == "at once":
@@ -194,8 +197,11 @@ def _join(job: dict[str, Any], folder: Path) -> Any:
     torch.set_num_threads(1)
     rank, size = job["rank"], job["size"]
     store = dist.FileStore(str(folder / "store"), size) if job["store"] == "nobody" else _tcp_store(rank, folder)
-    timeout = timedelta(seconds=60)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    timeout, device = timedelta(seconds=60), None
+    if "nccl" in job["backend"]:
+        device = torch.device("cuda", 0)
+        torch.cuda.set_device(device)
+    dist.init_process_group(job["backend"], store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)
     return dist.group.WORLD
 
 

@@ -63,7 +63,7 @@ def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
     found = {}
     for name, value in model.named_parameters():
         whole = value.full_tensor() if hasattr(value, "full_tensor") else value  # type: ignore[operator]
-        found[unwrapped(name)] = whole.detach().clone()
+        found[unwrapped(name)] = whole.detach().clone().cpu()
     return found
 
 
@@ -132,18 +132,22 @@ class Place:
 
     mesh: Any
     sharding: lr.Sharding
+    device: str = "cpu"
 
     @classmethod
-    def on_a_mesh(cls, data: int = DATA, context: int = CONTEXT, layout: str = "zigzag", length: int = LENGTH) -> Place:
-        mesh = dist.init_device_mesh("cpu", (data, context), mesh_dim_names=("data", "context"))
-        return cls(mesh, lr.Sharding(length, mesh["context"], layout))
+    def on_a_mesh(
+        cls, data: int = DATA, context: int = CONTEXT, layout: str = "zigzag", length: int = LENGTH, device: str = "cpu"
+    ) -> Place:
+        mesh = dist.init_device_mesh(device, (data, context), mesh_dim_names=("data", "context"))
+        return cls(mesh, lr.Sharding(length, mesh["context"], layout), device)
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
         """(tokens, targets) of this rank."""
         rows = BATCH // self.mesh["data"].size()
         first = self.mesh.get_local_rank("data") * rows
         tokens, targets = (
-            self.sharding.shard(x[first : first + rows]) for x in whole_batch(number, self.sharding.length)
+            self.sharding.shard(x[first : first + rows]).to(self.device)
+            for x in whole_batch(number, self.sharding.length)
         )
         return tokens, targets
 

@@ -1,32 +1,13 @@
 """A rank is killed, stopped, or fails, at any step: every other raises in time, names it, and ends by itself."""
 
 import random
-import time
 
 import pytest
 
+from losing import losses
 from worlds import World
 
 pytestmark = pytest.mark.processes
-
-TIMEOUT = 3.0
-SLACK = 6.0  # seconds for a world to start, and to come to the step, on a busy machine
-
-
-def losses(size, victim, post, how, *more, program="ring_with_a_victim", store="rank 0", calls=3):
-    """The ranks that survivors named; all else that they promise is asserted."""
-    args = (victim, post, how, TIMEOUT, calls + 1, *more)  # a call more: who had all it needed meets the loss there
-    began = time.monotonic()
-    outcomes = World(size, f"programs:{program}", args, store=store).run(limit=TIMEOUT + 25)
-    survivors = [outcome for rank, outcome in enumerate(outcomes) if rank != victim]
-    case = f"{program}, {how} rank {victim} of {size} at post {post} {more}, store of {store}"
-    for outcome in survivors:
-        assert outcome.status == 0, f"{case}: ended with {outcome.status}\n{outcome.text}\n{outcome.printed}"
-        assert outcome.error == "PeerLost", f"{case}: {outcome.error} {outcome.text} {outcome.value}\n{outcome.printed}"
-        assert outcome.phase_and_step, case
-        assert f"({outcome.phase_and_step})" in outcome.text, case
-        assert outcome.at - began < TIMEOUT + 5 + SLACK, case
-    return [outcome.rank_named for outcome in survivors], outcomes
 
 
 @pytest.mark.parametrize(

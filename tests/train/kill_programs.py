@@ -53,23 +53,25 @@ def trained(group: Any, out: str, words: dict[str, Any], kill: Kill | None) -> t
 # ---------------------------------------------------------------------------------------------------- in the test
 
 
-def start(size: int, out: Path, words: dict[str, Any], kill: Kill | None = None) -> list[Outcome]:
-    """The run on so many ranks, until it is over or killed."""
+def start(
+    size: int, out: Path, words: dict[str, Any], kill: Kill | None = None, limit: float = LIMIT, **options: Any
+) -> list[Outcome]:
+    """The run on so many ranks, until it is over or killed; options are those of `World`."""
     args, loads = (str(out), words, kill), ("longring.train.run",)
-    world = World(size, "kill_programs:trained", args, store="nobody", ends="at once", loads=loads)
+    world = World(size, "kill_programs:trained", args, store="nobody", ends="at once", loads=loads, **options)
     killer = None
     if kill is not None and kill.moment is None:
-        killer = threading.Thread(target=_strike, args=(world.folder, out, kill, len(begun(out))))
+        killer = threading.Thread(target=_strike, args=(world.folder, out, kill, len(begun(out)), limit))
         killer.start()
-    outcomes = world.run(limit=LIMIT)
+    outcomes = world.run(limit=limit)
     if killer is not None:
         killer.join()
     return outcomes
 
 
-def _strike(folder: Path, out: Path, kill: Kill, before: int) -> None:
+def _strike(folder: Path, out: Path, kill: Kill, before: int, limit: float) -> None:
     """As the system does it: in the midst of whatever these ranks are at."""
-    end = time.monotonic() + LIMIT
+    end = time.monotonic() + limit
     pids = [folder / f"{rank}.pid" for rank in kill.ranks]
     with suppress(OSError):  # the world is over, which the test will notice
         while not (all(pid.exists() for pid in pids) and _told(out, before) >= kill.steps):

@@ -53,7 +53,7 @@ def _world() -> Any:
 
 def settings(ranks: int, out: Path, **words: Any) -> Any:
     """A settled config of so many ranks; words are those of Config."""
-    return read({**SMALL, **words, "out": out}).settled(device="cpu", ranks=ranks)
+    return read({**SMALL, **words, "out": out}).settled(device=words.get("device", "cpu"), ranks=ranks)
 
 
 def run_all(configs: list[Any], stop_in_step: int | None = None, keeps_batch: bool = False) -> list[Any]:
