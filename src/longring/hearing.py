@@ -19,5 +19,11 @@ def hear() -> None:
         signal.signal(number, after)
 
 
+def deafened(name: str) -> str:
+    """A process that reads this as its name is deaf to Ctrl-C from then on."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return name
+
+
 if hasattr(signal, "pthread_sigmask") and threading.current_thread() is threading.main_thread():
     hear()

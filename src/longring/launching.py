@@ -30,6 +30,8 @@ from torch.cuda import nccl
 from torch.distributed.rendezvous import rendezvous
 
 from .errors import ArgumentError, PeerLost, RankFailed
+from .hearing import deafened
+from .interrupts import held_back
 
 T = TypeVar("T")
 
@@ -297,35 +299,18 @@ def _started(work: bytes, ranks: int, port: int, backend: str) -> Iterator[list[
     hears = _hears()
     try:
         for rank in range(ranks):
-            with _undivided():
+            with held_back():  # a rank of whose work half was written would say so in a traceback
                 started.append(_start(work, rank, _environment(rank, ranks, port), backend, hears))
         yield started
     finally:
         _end(started)
 
 
-@contextmanager
-def _undivided() -> Iterator[None]:
-    """Ctrl-C is heard behind this block: a rank of whose work half was written would say so in a traceback."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
-        return
-    heard: list[tuple[int, Any]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: heard.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if heard:
-        before(*heard[0])
-
-
 def _start(work: bytes, rank: int, environment: Mapping[str, str], backend: str, hears: bool) -> _Rank:
     context = _context()
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(
-        target=_live, args=(work, rank, environment, backend, theirs, _Deaf(hears)), name=f"longring rank {rank}"
+        target=_live, args=(work, rank, environment, backend, theirs, hears), name=_Deaf(f"longring rank {rank}")
     )
     try:
         process.start()
@@ -455,23 +440,15 @@ def _end(started: list[_Rank]) -> None:
 # A world of our own, seen from a rank
 
 
-class _Deaf:
-    """To Ctrl-C a new process is deaf as soon as it has read this, and finds in its place what its program is to have.
+class _Deaf(str):
+    """A process's name, which is the first thing it reads: with that it is deaf to Ctrl-C, before it imports anything.
 
     Around its program a rank has nothing to say to Ctrl-C: the caller hears it as well, and ends the rank. Left to
-    itself, multiprocessing would print the beginning of a traceback, and as much of the rest as there was time for.
+    itself, Python would print the beginning of a traceback, and as much of the rest as there was time for.
     """
 
-    def __init__(self, hears_later: bool) -> None:
-        self.hears_later = hears_later
-
-    def __reduce__(self) -> tuple[Callable[[bool], Any], tuple[bool]]:
-        return _deafened, (self.hears_later,)
-
-
-def _deafened(hears_later: bool) -> Any:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return signal.default_int_handler if hears_later else signal.SIG_IGN
+    def __reduce__(self) -> tuple[Callable[[str], str], tuple[str]]:
+        return deafened, (str(self),)
 
 
 def _hears() -> bool:
@@ -479,12 +456,12 @@ def _hears() -> bool:
     return signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def _live(work: bytes, rank: int, environment: Mapping[str, str], backend: str, wire: Connection, hearing: Any) -> None:
+def _live(work: bytes, rank: int, environment: Mapping[str, str], backend: str, wire: Connection, hears: bool) -> None:
     _leave_with_the_caller()
     os.environ.clear()
     os.environ.update(environment)
     _set_threads()
-    outcome = pickle.dumps(_outcome(work, rank, backend, hearing))
+    outcome = pickle.dumps(_outcome(work, rank, backend, hears))
     with suppress(BrokenPipeError):  # the caller did not wait
         wire.send_bytes(outcome)
 
@@ -508,11 +485,12 @@ def _set_threads() -> None:
         torch.set_num_threads(int(first))
 
 
-def _outcome(work: bytes, rank: int, backend: str, hearing: Any) -> _Result | _Failure:
+def _outcome(work: bytes, rank: int, backend: str, hears: bool) -> _Result | _Failure:
     try:
-        signal.signal(signal.SIGINT, hearing)
         program, args = _unpickled(work)
         _join(backend)
+        if hears:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         result = pickle.dumps(program(*args))
         dist.destroy_process_group()
         signal.signal(signal.SIGINT, signal.SIG_IGN)

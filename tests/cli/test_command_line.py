@@ -180,6 +180,70 @@ def test_ctrl_c_is_one_word_and_exit_code_130():
     assert (running.returncode, out, said) == (130, "", "stopped\n")
 
 
+# A command that Ctrl-C meets at a bad moment.
+INTERRUPTED_COMMAND = """
+import os, signal, sys, time
+from longring.cli import app, main
+
+def press(times=1):
+    for _ in range(times):
+        os.kill(os.getpid(), signal.SIGINT)
+
+def press_in_callbacks(frame, event, argument):
+    if frame.f_code.co_name == "cb" and "importlib" in frame.f_code.co_filename:  # of _get_module_lock
+        sys.settrace(None)
+        press()
+
+@app.command()
+def interrupted(when: str, folder: str):
+    sys.path.insert(0, folder)
+    sys.press = press
+    if when == "callback":
+        sys.settrace(press_in_callbacks)
+    if when in ("import", "callback", "endless"):
+        import odd_module
+        time.sleep(60)
+    try:
+        press(2 if when == "two" else 1)
+        time.sleep(60)
+    finally:
+        time.sleep(0.2)
+        if when == "insisting":
+            print("ready", flush=True)
+            time.sleep(60)
+        print("tidied", flush=True)
+
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "module", "printed"),
+    [
+        ("import", "sys.press(); time.sleep(0.1); print('loaded', flush=True)", "loaded\n"),
+        ("callback", "print('loaded', flush=True)", "loaded\n"),
+        ("endless", "sys.press(); time.sleep(60)", ""),
+        ("two", "", "tidied\n"),
+    ],
+    ids=["in an import", "in a callback of an import", "in an import that goes on", "two for one"],
+)
+def test_ctrl_c_at_a_bad_moment_is_one_word_and_lets_the_command_tidy_up(when, module, printed, tmp_path):
+    """What is raised in an import's callback Python prints, and forgets."""
+    (tmp_path / "odd_module.py").write_text(f"import sys, time\n{module}\n")
+    with started("interrupted", when, str(tmp_path), code=INTERRUPTED_COMMAND) as running:
+        out, said = running.communicate(timeout=50)
+    assert (running.returncode, out, said) == (130, printed, "stopped\n")
+
+
+def test_a_second_ctrl_c_ends_a_command_at_once(tmp_path):
+    with started("interrupted", "insisting", str(tmp_path), code=INTERRUPTED_COMMAND) as running:
+        assert running.stdout.readline() == "ready\n"
+        time.sleep(0.5)  # a second one, no echo of the first
+        running.send_signal(signal.SIGINT)
+        out, said = running.communicate(timeout=50)
+    assert (running.returncode, out, said) == (130, "", "stopped\n")
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("others", [1, 2, 4], ids=["loading torch", "the first rank begins", "ranks begin"])
 def test_ctrl_c_at_a_terminal_reaches_ranks_too_and_none_of_them_says_anything(others, tmp_path):

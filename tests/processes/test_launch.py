@@ -17,10 +17,11 @@ import torch.distributed as dist
 import longring as lr
 from longring import launching
 from longring.errors import ArgumentError, PeerLost, RankFailed
+from longring.interrupts import held_back
 
 pytestmark = pytest.mark.processes
 
-SOON = 20.0  # seconds: a bound on what should take one
+SOON = 60.0  # seconds: a bound on what should take one, and takes twenty where eight programs share two cores
 
 
 def total(x, *others):
@@ -324,7 +325,7 @@ def test_ctrl_c_waits_until_a_rank_is_started_whole():
     done = []
 
     def interrupted():
-        with launching._undivided():
+        with held_back():
             signal.raise_signal(signal.SIGINT)
             done.append("the rest")
 
@@ -336,6 +337,26 @@ def test_ctrl_c_waits_until_a_rank_is_started_whole():
     finally:
         signal.signal(signal.SIGINT, before)
     assert done == ["the rest"]
+
+
+PRESSED = """
+import signal
+if __name__ == "__mp_main__":  # a rank that loads the script, before its program
+    signal.raise_signal(signal.SIGINT)
+import longring as lr
+def number():
+    return 7
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    print(lr.launch(number, ranks=2, timeout=60))
+"""
+
+
+def test_a_rank_is_deaf_to_ctrl_c_while_it_loads_what_the_script_loads(tmp_path):
+    script = tmp_path / "pressed.py"
+    script.write_text(PRESSED)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=110, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[7, 7]\n", "")
 
 
 def heard_ctrl_c():
@@ -396,9 +417,9 @@ def test_before_and_behind_its_program_a_rank_is_deaf_to_ctrl_c(program, monkeyp
     arguments = (signal.SIGINT,) if program is signal.raise_signal else ()
     before = signal.getsignal(signal.SIGINT)
     try:
-        hearing = pickle.loads(pickle.dumps(launching._Deaf(hears_later=True)))
+        assert pickle.loads(pickle.dumps(launching._Deaf("longring rank 0"))) == "longring rank 0"
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        said = launching._outcome(pickle.dumps((program, arguments)), 0, "gloo", hearing)
+        said = launching._outcome(pickle.dumps((program, arguments)), 0, "gloo", True)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)

@@ -1,5 +1,9 @@
 """Ranks as threads: what a transport promises, and how it speaks up when a rank breaks its side."""
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -426,3 +430,151 @@ def test_each_rank_has_its_own_ledger():
 
     run_ranks(3, program, context=lambda transport: ledgers[transport.rank])
     assert [ledger.peak_bytes for ledger in ledgers] == [400, 800, 1200]
+
+
+# ------------------------------------------------------------------------------------------------- Ctrl-C
+
+
+def rank_threads():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("rank ")]
+
+
+def interrupted_at(lines, program):
+    """Run two ranks with Ctrl-C at these lines of the main thread, as it executes them; how many of them it reached."""
+    counted, lost = 0, []
+
+    def trace(frame, event, argument):
+        nonlocal counted
+        if event == "line":
+            counted += 1
+            if counted in lines:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    before, traced = signal.signal(signal.SIGINT, signal.default_int_handler), sys.gettrace()
+    told, sys.unraisablehook = sys.unraisablehook, lost.append  # in callbacks Python tells of it, and goes on
+    try:
+        sys.settrace(trace)
+        run_ranks(2, program)
+    except KeyboardInterrupt:
+        pass
+    else:
+        sys.settrace(traced)
+        assert lost or not any(line <= counted for line in lines), f"Ctrl-C was lost at one of {lines}"
+    finally:
+        sys.settrace(traced)
+        sys.unraisablehook = told
+        signal.signal(signal.SIGINT, before)
+    assert all("weakref" in one.object.__code__.co_filename for one in lost), lost
+    return sum(line <= counted for line in lines)
+
+
+@pytest.mark.parametrize("more", [(), (1,), (40,)], ids=["once", "twice in a row", "and again while ranks end"])
+def test_ctrl_c_at_any_line_leaves_no_rank_behind(more):
+    """A rank would wait for ever for one that was not started, and keep the process from ending."""
+    line, program = 1, lambda transport: swap(transport, 1)
+    while interrupted_at([line, *(line + later for later in more)], program):
+        end = time.monotonic() + 30
+        while rank_threads() and time.monotonic() < end:
+            time.sleep(0.001)
+        assert rank_threads() == [], f"interrupted at line {line}"
+        line += 1
+    assert line > 50
+
+
+INTERRUPTED = """
+import os, random, signal, sys, threading, time
+import torch, longring as lr
+from longring.testing import run_ranks
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+chance, met, whole = random.Random(5), 0, 0
+q, k, v = (torch.randn(1, 64, 2, 8, requires_grad=True) for _ in range(3))
+
+def call(number):
+    if number % 2:
+        lr.simulate(q, k, v, ranks=6).out.sum().backward()
+    else:
+        run_ranks(6, lambda transport: lr.Sharding(length=60, group=transport).shard(torch.zeros(1, 60, 1)))
+
+def press(after, again):
+    time.sleep(after)
+    for _ in range(1 + again):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.002)
+
+call(0), call(1)  # what is loaded on the way is loaded
+for number in range(int(sys.argv[1])):
+    began = time.monotonic()
+    call(number)
+    took = time.monotonic() - began
+    presses = threading.Thread(target=press, args=(chance.random() * took, number % 3 == 0))
+    presses.start()
+    while True:  # also where the second comes while the first is dealt with
+        try:
+            if presses.is_alive():
+                call(number)
+                whole += 1
+            presses.join()
+            time.sleep(0.01)  # Python may raise the last a few instructions later
+            break
+        except KeyboardInterrupt:
+            met += 1
+end = time.monotonic() + 20
+while (left := [t for t in threading.enumerate() if t.name.startswith("rank ")]) and time.monotonic() < end:
+    time.sleep(0.01)
+print(met, whole, len(left), flush=True)
+"""
+
+
+def test_ctrl_c_at_random_moments_leaves_no_thread_and_the_process_ends():
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, "40"], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    met, _, left = map(int, done.stdout.split())
+    assert (left, met >= 40) == (0, True)
+
+
+def test_ctrl_c_does_not_wait_for_ranks_that_compute():
+    """Those end when they next wait, or are done."""
+    computing, may_end = threading.Event(), threading.Event()
+
+    def program(transport):
+        if transport.rank == 0:
+            computing.set()
+            may_end.wait(60)
+        swap(transport, 1)
+        raise AssertionError("no rank goes on")
+
+    def press():
+        computing.wait(60)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=press).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_ranks(2, program)
+        assert rank_threads() == ["rank 0"]
+    finally:
+        signal.signal(signal.SIGINT, before)
+        may_end.set()
+    end = time.monotonic() + 30
+    while rank_threads() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert rank_threads() == []
+
+
+def test_a_rank_that_cannot_be_started_ends_the_others(monkeypatch):
+    honest = threading.Thread.start
+
+    def start(thread):
+        if thread.name == "rank 2":
+            raise RuntimeError("can't start new thread")
+        honest(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        run_ranks(3, lambda transport: talk(transport).post([], [(2, numbers(0))], what="a letter").wait())
+    assert rank_threads() == []

@@ -15,12 +15,13 @@ import typer
 
 from .. import __version__
 from ..errors import ArgumentError, LongringError
+from .interrupt import Interrupts
 from .quick import QuickCommand, QuickGroup
 
 ORDER = ("doctor", "verify", "plan", "bench", "profile", "replay", "train", "eval", "conform", "demo")
 """As one meets them: is all well here, and on all ranks, what would it cost, what does it cost, use it, show me."""
 
-STOPPED, NOBODY_READS = 130, 141  # as a shell says of what ended by SIGINT and by SIGPIPE
+NOBODY_READS = 141  # as a shell says of what ended by SIGPIPE
 
 
 class _InOrder(QuickGroup):
@@ -92,11 +93,20 @@ def main() -> None:
         sys.exit(_complain("standard output is closed; redirect it to a file, or to /dev/null", 1))
     if isinstance(sys.stdout, TextIOWrapper):  # a name that this terminal has no letters for is no reason to fail
         sys.stdout.reconfigure(errors="replace")
+    with Interrupts() as interrupts:
+        try:
+            code = _answered(arguments, is_debugging)
+        except (KeyboardInterrupt, typer.Abort):
+            code = interrupts.say()
+    sys.exit(code)
+
+
+def _answered(arguments: Sequence[str], is_debugging: bool) -> int:
     try:
         code = _run(arguments)
         sys.stdout.flush()  # a reader that left is noticed here, not while Python shuts down
-    except (KeyboardInterrupt, typer.Abort):
-        code = _say("stopped", STOPPED)
+    except typer.Abort:
+        raise
     except BrokenPipeError:
         code = _fall_silent()
     except Exception as failure:
@@ -105,7 +115,7 @@ def main() -> None:
             traceback.print_exc()
         else:
             _complain(said, code)
-    sys.exit(code)
+    return code
 
 
 def _run(arguments: Sequence[str]) -> int:

@@ -7,6 +7,7 @@ hands it on while it waits: each rank then has all the cores, one after the othe
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import defaultdict
@@ -19,9 +20,13 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, Disagreement, PeerLost, TransportError
+from ..interrupts import held_back
 from .contract import Receives, Sends, Terms
 
 T = TypeVar("T")
+
+_GRACE = 2.0  # seconds that ranks which compute have to end, once the caller was interrupted
+_SLICE = 0.05  # seconds between two moments at which the caller hears Ctrl-C
 
 
 @dataclass
@@ -43,7 +48,7 @@ class _World:
     bells: list[threading.Condition] = field(init=False)  # one per rank, rung when it may go on
     letters: dict[tuple[int, int, int], _Letter] = field(default_factory=dict)  # by sender, receiver, number
     waiting: dict[int, Callable[[], bool]] = field(default_factory=dict)  # by rank: what it waits for
-    failure: tuple[int, BaseException] | None = None
+    failure: tuple[int | None, BaseException] | None = None  # of which rank; None: of the caller
 
     def __post_init__(self) -> None:
         self.running = self.size
@@ -52,6 +57,17 @@ class _World:
     def ring_all(self) -> None:
         for bell in self.bells:
             bell.notify()
+
+    def fail(self, rank: int | None, error: BaseException) -> None:
+        """The first failure counts. Every rank that waits raises."""
+        with self.lock:
+            self.failure = self.failure or (rank, error)
+            self.ring_all()
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the caller was interrupted: then no rank goes on, even where what it waits for is there."""
+        return self.failure is not None and self.failure[0] is None
 
     def is_stuck(self) -> bool:
         """Whether every rank waits for something that no rank is left to do."""
@@ -209,7 +225,7 @@ class _InFlight:
         """Hand the turn on until `there`, a peer's failure, the deadline, or the moment when all wait in vain."""
         world = self.transport._world
         with world.turn_handed_on(), world.lock:
-            while not there():
+            while world.is_given_up or not there():
                 self._check_hope(peer, deadline)
                 left = None if deadline is None else deadline - time.monotonic()
                 world.waiting[self.transport.rank] = there
@@ -227,7 +243,8 @@ class _InFlight:
         world, rank = self.transport._world, self.transport.rank
         if world.failure is not None:
             lost, reason = world.failure
-            raise PeerLost(f"rank {rank} waited for rank {peer} ({self.what}), but rank {lost} failed: {reason}")
+            who = "the caller" if lost is None else f"rank {lost}"
+            raise PeerLost(f"rank {rank} waited for rank {peer} ({self.what}), but {who} failed: {reason}")
         if deadline is not None and time.monotonic() >= deadline:
             raise PeerLost(f"rank {rank} waited {self.timeout:g} s for rank {peer} ({self.what}): no answer")
 
@@ -275,22 +292,41 @@ def run_ranks(
         transport._thread = threading.get_ident()
         try:
             with world.turn or nullcontext(), torch.set_grad_enabled(grad_enabled), context(transport):
-                results[transport.rank] = program(transport)
+                if not world.is_given_up:
+                    results[transport.rank] = program(transport)
         except BaseException as error:
-            with world.lock:
-                world.failure = world.failure or (transport.rank, error)
+            world.fail(transport.rank, error)
         finally:
             with world.lock:
                 world.running -= 1
                 world.ring_all()
 
     threads = [threading.Thread(target=live, args=[Loopback(world, rank)], name=f"rank {rank}") for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    _run(threads, world)
     if world.failure is not None:
         rank, error = world.failure
         error.add_note(f"raised on rank {rank} of {size}")
         raise error
     return results  # type: ignore[return-value]
+
+
+def _run(threads: list[threading.Thread], world: _World) -> None:
+    """Start all and see them end. An interrupted caller tells them: they would wait for ranks that never start."""
+    with held_back() as hear:
+        try:
+            for thread in threads:
+                hear()
+                thread.start()
+            _join(threads, hear)
+        except BaseException as error:
+            world.fail(None, error)
+            _join([thread for thread in threads if thread.ident], hear, within=_GRACE)
+            raise
+
+
+def _join(threads: list[threading.Thread], hear: Callable[[], None], within: float = math.inf) -> None:
+    end = time.monotonic() + within
+    for thread in threads:
+        while thread.is_alive() and time.monotonic() < end:
+            thread.join(_SLICE)
+            hear()
