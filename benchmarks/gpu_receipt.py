@@ -163,6 +163,15 @@ if device == "cuda":
     versions["cudnn"] = str(torch.backends.cudnn.version())
     has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "none"
+sys.path.insert(0, "tests")
+import shared_gpu
+if path := shared_gpu.library():  # instead of torch's, for ranks that share a GPU
+    try:
+        number = shared_gpu.version_of(path)
+        found = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+    except (OSError, AttributeError) as error:
+        found = f"none: {error}"
+    versions["nccl of tests/gpu/nccl"] = found
 print(json.dumps({"hardware": hardware, "versions": versions}))
 """
 
@@ -170,7 +179,8 @@ print(json.dumps({"hardware": hardware, "versions": versions}))
 def facts_of(device: str) -> dict[str, Any]:
     """Found in a process of its own: this one never opens the GPU."""
     command = [sys.executable, "-W", "ignore", "-c", FACTS, device]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment(1), check=False)
+    asked = {"capture_output": True, "text": True, "timeout": 120, "check": False}
+    done = subprocess.run(command, cwd=ROOT, env=environment(1), **asked)
     if not done.stdout.startswith("{"):
         return {"refused": f"torch cannot be asked ({(done.stderr.strip() or 'no output').splitlines()[-1]})"}
     found = json.loads(done.stdout)

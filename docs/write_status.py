@@ -147,7 +147,8 @@ def of_receipt(receipt: dict[str, Any], now: Sources) -> Iterator[tuple[str, Lin
         if name == "random":
             found = f"{found}; seed {receipt.get('seed')}"
         elif name == "nccl" and part_status(part) != NOT_RUN:
-            where = f"{where}, NCCL {versions.get('nccl', '?')}"
+            library = versions.get("nccl of tests/gpu/nccl") or versions.get("nccl", "?")
+            where = f"{where}, NCCL {library}"
         status = part_status(part)
         yield name, Line(NAMES[name], where, status, found, receipt["started"], receipt.get("commit", "?"), changed)
 

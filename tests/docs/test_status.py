@@ -22,7 +22,8 @@ CUT_OFF = {"status": "incomplete", "reason": "cut off by the time limit", "count
 
 def receipt(started="2026-11-19T18:00:00+00:00", sources=NOW, gpu="NVIDIA H200", **parts):
     found = {"tests": PASSED, "random": PASSED, "nccl": PASSED} | parts
-    hardware, versions = {"gpu": gpu, "gpus": 1}, {"torch": "2.11.0", "nccl": "2.32.3"}
+    versions = {"torch": "2.11.0", "nccl": "2.28.9", "nccl of tests/gpu/nccl": "2.32.3"}
+    hardware = {"gpu": gpu, "gpus": 1}
     told = {"started": started, "commit": "1a2b3c4", "seed": 7, "seconds": 400.0, "status": "passed"}
     return told | {"hardware": hardware, "versions": versions, "sources": sources, "parts": found}
 
@@ -54,6 +55,7 @@ def test_a_receipt_of_these_sources_is_fresh(records):
     for part in ("`tests/gpu`", "random configurations", "NCCL, ranks"):
         (row,) = rows(page, part)
         assert row.endswith("| yes |")
+    assert "NVIDIA H200, torch 2.11.0, NCCL 2.32.3" in page
 
 
 def test_a_change_in_kernels_makes_it_stale_and_one_in_documents_does_not(records, tmp_path):
@@ -93,6 +95,7 @@ def test_nccl_that_could_not_run_is_said_not_to_have(records):
     put(records, receipt(nccl={"status": "not run", "reason": "NCCL 2.28 refuses two ranks on one GPU"}))
     (row,) = rows(status.page(records, NOW), "NCCL, ranks")
     assert "not run: NCCL 2.28 refuses" in row
+    assert "NCCL 2.32" not in row
     assert row.endswith("| not run |")
 
 
