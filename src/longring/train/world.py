@@ -86,10 +86,7 @@ class World:
     def _sum(self, numbers: Tensor) -> None:
         work = dist.all_reduce(numbers, async_op=True)
         assert work is not None
-        if numbers.is_cuda:
-            work.wait()  # the stream waits, and NCCL's watchdog for the host
-        else:
-            work.wait(timedelta(seconds=self.timeout))
+        work.wait(timedelta(seconds=self.timeout))  # over NCCL, too: a stream would wait for a lost rank forever
 
     @contextmanager
     def telling_of_lost_peers(self, during: str) -> Iterator[None]:

@@ -71,7 +71,7 @@ def test_fsdp2_beside_rings_trains_as_one_process():
 
 def test_training_that_is_killed_goes_on_to_the_losses_of_a_run_that_is_not(tmp_path):
     corpus = str(write_corpus(tmp_path / "corpus"))
-    words = {"data": corpus, "dtype": "fp64", "steps": 12, "save_every": 3, "keep": 3, "timeout": 60.0, "batch": 1}
+    words = {"data": corpus, "dtype": "fp64", "steps": 12, "save_every": 3, "keep": 3, "timeout": 30.0, "batch": 1}
     words |= {"context_ranks": None, "device": "cuda"}
     out, whole = tmp_path / "killed", tmp_path / "whole"
     killed = start(4, out, words, Kill((2,), steps=5), limit=LIMIT, **shared_gpu.world(4))
