@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ...errors import TransportError
 from ..records import machine
 
 T = TypeVar("T")
@@ -101,9 +102,14 @@ class Ranks:
         return self.reason
 
     def finish(self) -> None:
-        """Wait for what this rank's GPU still computes."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        """Wait for what this rank's GPU still does, which a lost peer may keep from ever ending."""
+        if self.device.type != "cuda":
+            return
+        done, end = torch.cuda.Event(), time.monotonic() + self.wanted.timeout
+        done.record()
+        while not done.query():
+            if time.monotonic() > end:
+                raise TransportError(f"this rank's GPU was not done after {self.wanted.timeout:g} s")
 
     def described(self) -> dict[str, Any]:
         """The hardware of all ranks, each kind once, and how they are spread over it."""
