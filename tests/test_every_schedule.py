@@ -65,6 +65,19 @@ def test_every_schedule_is_exact_and_sends_what_was_predicted(schedule, layout, 
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(("n", "ranks"), [(263, 3), (170, 2)])
+def test_long_shards_of_odd_and_unequal_lengths(schedule, layout, n, ranks):
+    """Of 88, 88 and 87 tokens, and of 85 each: no number that rows are handled by divides them."""
+    q, k, v, dout, dlse = tensors(1, n, n, 4, 2, 4)
+    pattern = lr.Dense(causal=True)
+    got, _ = play(q, k, v, dout, dlse, ranks=ranks, pattern=pattern, layout=layout, schedule=schedule)
+    want = oracle(q, k, v, pattern, dout, dlse)
+    for name in Result._fields:
+        assert distance(getattr(got, name), getattr(want, name)) < 1e-11, name
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ["causal", "near and far"])
 def test_sixteen_bits_are_rounded_once(schedule, name):
     """Almost every number is the exact one rounded; a second rounding would move one of several."""

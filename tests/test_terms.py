@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+from pathlib import Path
+
 import pytest
 import torch
 
 import longring as lr
+from disagreeing import KINDS, LOCAL, PASSED_ON, differing, usual_calls
+from longring.models import generation
 from longring.testing import run_ranks
+from longring.train import checkpoints
+from worlds import results
 
 
 class Noting:
-    """A rank's transport that remembers with which terms and timeout it conversed."""
+    """A rank's transport that remembers with which timeouts it conversed."""
 
-    def __init__(self, transport, node_ranks=None):
+    def __init__(self, transport):
         self.transport, self.rank, self.size = transport, transport.rank, transport.size
-        self.node_ranks = node_ranks or transport.node_ranks
         self.timeouts = []
-        self.members, self.decline = transport.members, transport.decline
+        self.node_ranks, self.members, self.decline = transport.node_ranks, transport.members, transport.decline
 
     def converse(self, terms, *, timeout=None):
         self.timeouts.append(timeout)
@@ -38,49 +45,115 @@ def test_other_ranks_are_waited_for_as_long_as_was_asked():
     assert run_ranks(3, program) == [[8.0, 7.0]] * 3
 
 
-DIFFERENT = {
-    "dtype": lambda odd: (torch.zeros(1, 4, 2, dtype=torch.float64 if odd else torch.float32), "contiguous"),
-    "shape of a token": lambda odd: (torch.zeros(1, 4, 1, 2) if odd else torch.zeros(1, 4, 2, 1), "contiguous"),
-    "how tokens are dealt": lambda odd: (torch.zeros(1, 4, 2), "zigzag" if odd else "contiguous"),
+# ------------------------------------------------------------------------- every term and every argument has a case
+
+
+def terms_with_a_case(name):
+    kind = KINDS[name]
+    before = terms_with_a_case(kind.after) if kind.after else set()
+    return {"call", *before, *(case.term for case in kind.cases)}
+
+
+def assert_every_term_has_a_case(compared):
+    """Of calls that are compared by more than their name; `compared` are the terms of every call."""
+    for call, terms in compared.items():
+        missing = terms - (terms_with_a_case(call) if call in KINDS else {"call"})
+        assert not missing, f"ranks compare {missing} of {call!r}, and no case in disagreeing.py has ranks differ in it"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_term_has_a_case(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    compared = run_ranks(2, lambda group: usual_calls(name, group))[1]
+    assert_every_term_has_a_case(compared)
+    if name != "loss":  # which is an unshard
+        assert name in compared
+        assert {"call", *(case.term for case in KINDS[name].cases)} <= compared[name]  # no case of what is no term
+
+
+def test_no_call_is_made_anywhere_else():
+    """Where ranks begin to talk: each of these places is a kind of call above."""
+    source = Path(lr.__file__).parent
+    found = {
+        str(path.relative_to(source))
+        for path in source.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "converse"
+    }
+    schedules = {f"schedules/{name}.py" for name in ("contract", "relay", "replicated", "by_heads", "gather")}
+    assert found == {*schedules, "autograd.py", "train/checkpoints/meeting.py", "models/generation.py"}
+
+
+PUBLIC = {
+    "attention": lr.attention,
+    "ring_attention": lr.ring_attention,
+    "dilated_attention": lr.dilated_attention,
+    "Attention.forward": lr.nn.Attention.forward,
+    "Sharding.shard": lr.Sharding.shard,
+    "Sharding.unshard": lr.Sharding.unshard,
+    "cross_entropy": lr.nn.cross_entropy,
+    "generate": generation.generate,
+    "save": checkpoints.save,
+    "find": checkpoints.find,
 }
 
 
-@pytest.mark.parametrize("differs", DIFFERENT)
-def test_ranks_that_unshard_differently_are_told(differs):
-    def program(group):
-        part, layout = DIFFERENT[differs](group.rank == 1)
-        return lr.Sharding(12, group, layout).unshard(part)
-
-    with pytest.raises(lr.TransportError, match=rf"disagree .*{differs}.*; all ranks must make the same call"):
-        run_ranks(3, program)
+def arguments(function):
+    found = inspect.signature(function).parameters.values()
+    named = [each.name for each in found if each.kind is not each.VAR_KEYWORD]
+    words = generation.Words.__annotations__ if function is generation.generate else {}
+    return {*named, *words} - {"self", "model"}
 
 
-@pytest.mark.parametrize(
-    ("differs", "term"),
-    [
-        ("node_ranks", "ranks of a node"),
-        ("keys", "how keys are dealt"),
-        ("head_dim", "head dimension"),
-        ("batch", "batch"),
-        ("kv_heads", "kv heads"),
-        ("heads", "heads"),
-    ],
-)
-@pytest.mark.parametrize("schedule", ["ring", "hybrid"])
-def test_every_fact_that_ranks_must_share_is_compared(schedule, differs, term):
-    """Messages may well fit: they are of other rows, or of other heads."""
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_argument_has_a_case_or_a_reason(name):
+    cases = {case.argument for kind in KINDS.values() for case in kind.cases}
+    assert not cases & LOCAL.keys()
+    shared = {f"{name}.{word}" for word in arguments(lr.attention)} if name in PASSED_ON else set()
+    missing = {f"{name}.{word}" for word in arguments(PUBLIC[name])} - cases - LOCAL.keys() - shared
+    assert not missing, f"no case in disagreeing.py has ranks differ in {missing}, and LOCAL does not say why they may"
 
-    def program(transport):
-        def odd(name, ours, theirs):
-            return theirs if transport.rank == 1 and name == differs else ours
 
-        group = Noting(transport, odd("node_ranks", 2, 4))
-        queries, keys = lr.Sharding(16, group), lr.Sharding(16, group, odd("keys", "zigzag", "striped"))
-        batch, d = odd("batch", 2, 4), odd("head_dim", 8, 4)
-        q = torch.zeros(batch, 4, odd("heads", 8, 4), d)
-        k = torch.zeros(batch, 4, odd("kv_heads", 2, 4), d)
-        options = {"sharding": queries, "kv_sharding": keys, "schedule": schedule, "scale": 0.5}
-        return lr.attention(q, k, k, pattern=lr.Dense(causal=False), **options)
+# ----------------------------------------------------------------------------------------- and every case is noticed
 
-    with pytest.raises(lr.TransportError, match=rf"disagree .*{term}.*; all ranks must make the same call"):
-        run_ranks(4, program)
+
+def every_case(name):
+    return pytest.mark.parametrize(
+        ("name", "number"),
+        [pytest.param(n, i, id=f"{n}: {c.argument}, {c.term}") for n in name for i, c in enumerate(KINDS[n].cases)],
+    )
+
+
+def assert_heard(case, found, *, odd):
+    for rank, (kind, text, seconds) in enumerate(found):
+        assert kind == "Disagreement", f"rank {rank} heard {kind} of {case}: {text}"
+        assert f"{case.term}: " in text or f"{case.term} is " in text, f"rank {rank} heard: {text}"
+        assert text.endswith("; all ranks must make the same call")
+        assert seconds < 15.0
+
+
+@every_case(KINDS)
+def test_two_virtual_ranks_that_differ_both_hear_it(name, number, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = run_ranks(2, lambda group: differing(name, number, group, odd=1))
+    assert_heard(KINDS[name].cases[number], found, odd=1)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", KINDS)
+def test_processes_that_differ_all_hear_it(name, tmp_path):
+    outcomes = results(
+        3, "disagreeing:differing_in_processes", name, str(tmp_path), limit=120.0, loads=("disagreeing",)
+    )
+    for number, case in enumerate(KINDS[name].cases):
+        assert_heard(case, [rank[number] for rank in outcomes], odd=1)
+
+
+@pytest.mark.processes
+def test_processes_compare_no_term_that_has_no_case(tmp_path):
+    """What is compared besides the terms of the call itself."""
+    for compared in results(2, "disagreeing:compared_in_processes", str(tmp_path), limit=120.0, loads=("disagreeing",)):
+        for terms in compared.values():
+            terms -= {"longring's version", "ranks of a node"}  # processes/test_mismatches.py, and a case of attention
+        assert set(compared) >= KINDS.keys() - {"loss"}
+        assert_every_term_has_a_case(compared)

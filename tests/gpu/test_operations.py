@@ -91,6 +91,17 @@ def test_every_scale(scale):
     check("auto", lr.Dense(), q, k, v, dout, scale=scale)
 
 
+@pytest.mark.parametrize("with_dlse", [False, True], ids=["", "dlse"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kernel", ["auto", *(operation.name for operation in ON_GPU)])
+def test_a_scale_below_zero_in_every_pattern(kernel, dtype, with_dlse):
+    """Whose sign goes into q, and comes back out of dq: one stack at a time, many at once, and written at home."""
+    q, k, v, dout, dlse = tensors(dtype, d=64, kv_heads=2)
+    willing(kernel, q, k)
+    for pattern in PATTERNS:
+        check(kernel, pattern, q, k, v, dout, dlse if with_dlse else None, scale=-0.11)
+
+
 def test_views_and_expanded_gradients():
     packed = torch.randn(2, 50, 3, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     q, k, v = packed.unbind(2)
@@ -113,6 +124,38 @@ def test_the_same_bits_where_they_are_asked_for(pattern):
         runs.append((out, *torch.autograd.grad(out, (q, k, v), dout)))
     for other in runs[1:]:
         assert all(map(torch.equal, runs[0], other))
+
+
+@pytest.fixture
+def only_the_same_bits(monkeypatch):
+    """Operations that may give other bits raise where they are called; their strict kin are other objects."""
+
+    def forbidden(*args, **options):
+        raise AssertionError("an operation that may give other bits from run to run")
+
+    for operation in ON_GPU:
+        if not operation.is_deterministic:
+            for name in ("forward", "backward", "forward_many", "backward_many", "forward_into", "backward_into"):
+                if hasattr(operation, name):
+                    monkeypatch.setattr(operation, name, forbidden)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_deterministic_calls_nothing_that_is_not(dtype, only_the_same_bits):
+    """Equal bits in three runs prove little: what sums in any order may do so alike for hours."""
+    q, k, v, dout, dlse = tensors(dtype, n=300, d=64)
+    for pattern in [lr.Dense(), lr.Dense(causal=False, window=(9, 4)), lr.Dilated([64, 300], [1, 2])]:
+        check("auto", pattern, q, k, v, dout, dlse, deterministic=True)
+        for operation in ON_GPU:
+            strict = operation.with_the_same_bits()
+            if strict is None:
+                with pytest.raises(lr.KernelRefusal, match="deterministic=True was asked for"):
+                    lr.attention(q, k, v, pattern=pattern, kernel=operation.name, deterministic=True)
+            elif strict.refusal(q, 64) is None:
+                check(operation.name, pattern, q, k, v, dout, deterministic=True)
+    cudnn_or_efficient = "cudnn" if dtype == torch.bfloat16 else "efficient"
+    with pytest.raises(AssertionError, match="may give other bits"):  # the guard is awake
+        lr.attention(q, k, v, kernel=cudnn_or_efficient)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])

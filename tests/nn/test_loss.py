@@ -211,8 +211,9 @@ def test_no_rank_may_hold_anything_that_counts():
         assert not gradient.any()
 
 
-def test_a_group_wider_than_the_sharding_weighs_all_its_tokens_alike():
-    """Four ranks: two sequences of unequal length, which two ranks would share each."""
+@pytest.mark.parametrize("gradients", ["sum", "mean"])
+def test_a_group_wider_than_the_sharding_weighs_all_its_tokens_alike(gradients):
+    """Four ranks: two sequences of unequal length, each dealt to two of them; what is averaged counts all four."""
     x, weights, targets = problem()
     short = 9
     shares = [(0, slice(0, 12)), (0, slice(12, LENGTH)), (1, slice(0, 4)), (1, slice(4, short))]
@@ -221,13 +222,16 @@ def test_a_group_wider_than_the_sharding_weighs_all_its_tokens_alike():
 
     def program(group):
         row, tokens = shares[group.rank]
+        s = lr.Sharding(tokens.stop - tokens.start)  # of a ring of two this rank's part; with the loss over all four
         mine = weights.clone().requires_grad_()
-        loss = cross_entropy(x[row : row + 1, tokens] @ mine.T, targets[row : row + 1, tokens], group=group)
+        logits = x[row : row + 1, tokens] @ mine.T
+        loss = cross_entropy(logits, targets[row : row + 1, tokens], sharding=s, group=group, gradients=gradients)
         return loss.detach(), torch.autograd.grad(loss, mine)[0]
 
     got = run_ranks(4, program)
     torch.testing.assert_close(got[2][0], want, rtol=1e-14, atol=0)
-    torch.testing.assert_close(sum(part for _, part in got), gradient, rtol=1e-12, atol=1e-15)
+    summed = sum(part for _, part in got) / (4 if gradients == "mean" else 1)
+    torch.testing.assert_close(summed, gradient, rtol=1e-12, atol=1e-15)
 
 
 # -------------------------------------------------------------------------------------------------- what is refused

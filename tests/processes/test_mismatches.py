@@ -1,4 +1,7 @@
-"""One rank makes another call than the others: all raise the same error within seconds, and no number comes out."""
+"""One rank makes another call than the others: all raise the same error within seconds, and no number comes out.
+
+Every term that is compared has its case in `test_terms.py`; here are its words, and groups that have called before.
+"""
 
 import pytest
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from training_curves import SMALL, launched, losses, refusals, settings, write_corpus
@@ -102,6 +104,22 @@ def test_a_run_goes_on_with_the_decay_of_now(tmp_path):
     )
     now.restore(was.state(), was.own_state(), taken=3)
     assert [group["weight_decay"] for group in now.optimiser.param_groups] == [0.5, 0.0]
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path):
+    """Nothing that is trained draws any as yet, so that no loss would tell."""
+
+    def drawn():
+        return torch.rand(3).tolist(), random.random(), np.random.rand(3).tolist()
+
+    world = SimpleNamespace(device=torch.device("cpu"))
+    was = Job(settings(1, tmp_path), world, None, vocabulary=257)
+    state, own = was.state(), was.own_state()
+    want = drawn()
+    now = Job(settings(1, tmp_path, seed=5), world, None, vocabulary=257)
+    assert drawn() != want
+    now.restore(state, own, taken=3)
+    assert drawn() == want
 
 
 def test_a_checkpoint_that_left_the_width_of_layers_open_goes_on(corpus, tmp_path):

@@ -95,10 +95,12 @@ def _mean(
     factor = transport.size if gradients == "mean" else 1
     mine = SumOfLosses.apply(logits.flatten(0, -2), targets.flatten(), ignore_index, factor)
     counted = (targets != ignore_index).sum()
-    numbers = torch.stack([mine, counted.double(), mine.new_tensor(factor)])  # type: ignore[list-item]
-    totals, counts, factors = _of_all_ranks(numbers, transport, timeout)
+    asked = mine.new_tensor([gradients == "mean", ignore_index])
+    numbers = torch.cat([torch.stack([mine, counted.double()]), asked])
+    totals, counts, means, ignored = _of_all_ranks(numbers, transport, timeout)
+    alike = _are_alike("gradients", means, ("sum", "mean")) & _are_alike("ignore_index", ignored)
     mean = totals.sum() / counts.sum().clamp(min=1)  # in the order of ranks, so to the bit the same on all of them
-    return mean.where(_is_one(factors), torch.nan).to(accumulator_dtype(logits.dtype))
+    return mean.where(alike, torch.nan).to(accumulator_dtype(logits.dtype))
 
 
 def _of_all_ranks(mine: Tensor, transport: Transport, timeout: float | None) -> Tensor:
@@ -107,12 +109,13 @@ def _of_all_ranks(mine: Tensor, transport: Transport, timeout: float | None) -> 
     return row_per_rank.unshard(mine.unsqueeze(0), dim=0, timeout=timeout).T
 
 
-def _is_one(factors: Tensor) -> Tensor:
-    """Whether all ranks have one factor. On a GPU looking would wait for it: there the loss is nan instead."""
-    alike = (factors == factors[0]).all()
-    if factors.device.type == "cpu" and not alike:
-        said = [f"{'sum' if factor == 1 else 'mean'!r} on rank {rank}" for rank, factor in enumerate(factors.tolist())]
-        raise Disagreement(f"ranks disagree: gradients is {', '.join(said)}; all ranks must make the same call")
+def _are_alike(name: str, values: Tensor, words: tuple[str, ...] = ()) -> Tensor:
+    """Whether all ranks gave the same. On a GPU looking would wait for it: there the loss is nan instead."""
+    alike = (values == values[0]).all()
+    if values.device.type == "cpu" and not alike:
+        given = [repr(words[int(value)]) if words else str(int(value)) for value in values.tolist()]
+        said = [f"{value} on rank {rank}" for rank, value in enumerate(given)]
+        raise Disagreement(f"ranks disagree: {name} is {', '.join(said)}; all ranks must make the same call")
     return alike
 
 

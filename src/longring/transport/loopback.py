@@ -34,6 +34,7 @@ class _Letter:
     tensor: Tensor
     terms: Terms
     opened: bool = False
+    refused: Terms | None = None  # those of its receiver, which makes another call
 
 
 @dataclass
@@ -195,11 +196,19 @@ class _InFlight:
             self._open(peer, letter, buffer)
             del letter  # its sender may free what it brought
         for peer, letter in self.posted:
-            self._until(lambda letter=letter: letter.opened, peer, deadline)
+            self._until(lambda letter=letter: letter.opened or letter.refused is not None, peer, deadline)
+            if letter.refused is not None:
+                self._check_terms(peer, letter.refused)
 
     def _open(self, peer: int, letter: _Letter, buffer: Tensor) -> None:
         world, rank = self.transport._world, self.transport.rank
-        self._check_terms(peer, letter.terms)
+        try:
+            self._check_terms(peer, letter.terms)
+        except Disagreement:
+            with world.lock:  # its sender may hear nothing else of this rank
+                letter.refused = self.terms
+                world.bells[peer].notify()
+            raise
         if letter.tensor.shape != buffer.shape or letter.tensor.dtype != buffer.dtype:
             raise TransportError(
                 f"rank {rank} expected {_spoken(buffer)} from rank {peer} ({self.what}), which sent "

@@ -52,13 +52,22 @@ class Meeting:
         self.rank, self.ranks = self._transport.rank, self._transport.size
         self._device = _device(self._transport)
 
-    def hold(self, what: str, part: Callable[[], T], decide: Callable[[list[T]], Sequence[R]], *, moved: int = 0) -> R:
+    def hold(
+        self,
+        what: str,
+        part: Callable[[], T],
+        decide: Callable[[list[T]], Sequence[R]],
+        *,
+        moved: int = 0,
+        **alike: object,
+    ) -> R:
         """Do `part` on every rank, `decide` on rank 0 with all that came of it, and give each rank its answer.
 
-        A rank that is busy reading or writing its share of the `moved` bytes is not taken for lost.
+        What is `alike` is compared first. A rank that is busy reading or writing its share of the `moved` bytes is not
+        taken for lost.
         """
         mine = _outcome(self.rank, part)
-        with self._transport.converse({"call": what}, timeout=self._patience(moved)) as talk:
+        with self._transport.converse({"call": what, **alike}, timeout=self._patience(moved)) as talk:
             answers: list[Any] = []
             reports = self._gathered(talk, mine, what)
             if self.rank == 0:

@@ -67,7 +67,11 @@ def save(
     work = _Saving(folder, step, meeting, about, keep)
     try:
         order = meeting.hold(
-            f"planning the checkpoint of step {step}", lambda: work.planned(state, per_rank), work.ordered
+            f"planning the checkpoint of step {step}",
+            lambda: work.planned(state, per_rank),
+            work.ordered,
+            folder=str(folder),
+            keep=keep,
         )
         return meeting.hold(
             f"saving the checkpoint of step {step}", lambda: work.written(order), work.committed, moved=order.bytes
