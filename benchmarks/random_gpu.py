@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import faulthandler
 import json
 import math
 import os
@@ -28,6 +27,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -85,7 +85,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--most", type=int, default=1_000_000, help="configurations at most")
     parser.add_argument("--at-most-n", type=int, help="tokens at most (200,000 on a GPU, 300 on a CPU)")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--limit", type=float, help="seconds for one configuration (60; 240 with --sanitizer)")
+    parser.add_argument("--limit", type=float, help="seconds for one configuration (120; 240 with --sanitizer)")
     parser.add_argument("--record", type=Path, help="a JSON file to add this run to")
     parser.add_argument("--sources", help="a hash of the engine's sources, instead of that of these")
     parser.add_argument("--commit", help="for the record, where there is no git")
@@ -97,7 +97,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--sanitizer needs compute-sanitizer (of the CUDA toolkit) on the PATH")
     if min(told.jobs, told.most) < 1:
         parser.error(f"--jobs and --most must be at least 1, got {told.jobs} and {told.most}")
-    told.limit = told.limit or (240.0 if told.sanitizer else 60.0)
+    told.limit = told.limit or (240.0 if told.sanitizer else 120.0)
     return told
 
 
@@ -125,20 +125,29 @@ def work(told: argparse.Namespace) -> None:
     limits, judged_on = limits_of(told), "cpu" if told.sanitizer else None
     answer({"facts": facts(told.device)})
     for line in sys.stdin:
-        # the stack of a call that hangs, before this process is ended for it
-        faulthandler.dump_traceback_later(told.limit * 0.9, exit=False)
+        watch = threading.Timer(told.limit * 0.9, say_where)  # before this process is ended for a call that hangs
+        watch.start()
         configuration = draw(told.seed, int(line), limits)
         for patience in (2.0, 8.0, 0.0):  # the memory is shared: others may have had it
             found = run(configuration, told.device, judged_on=judged_on)
             if found.outcome != NO_MEMORY or not patience:
                 break
             time.sleep(patience)
-        faulthandler.cancel_dump_traceback_later()
+        watch.cancel()
         if told.device == "cuda" and not found.is_poisoned:
             keep_little()
         answer({name: value for name, value in asdict(found).items() if name != "configuration"})
         if found.is_poisoned:
             os._exit(0 if not told.sanitizer else 1)  # a dead CUDA context may raise, or wait, where Python ends
+
+
+def say_where() -> None:
+    """The stacks of threads that do something; faulthandler would walk them while they run, and may crash doing so."""
+    for number, frame in sys._current_frames().items():
+        stack = traceback.format_stack(frame)
+        is_waiting = any("loopback.py" in line or "threading.py" in line for line in stack[-2:])
+        if number != threading.get_ident() and not is_waiting:
+            print(f"thread {number}\n{''.join(stack[-12:])}", file=sys.stderr, flush=True)
 
 
 def keep_little() -> None:

@@ -46,7 +46,7 @@ class Limits:
     most_tokens: int = 200_000
     numbers: int = 1 << 27  # of q, in 16 bits; half as many in float32
     flops: float = 5e13  # of both passes in 16 bits, a tenth in float32, as they take about as long
-    tiles: int = 20_000  # groups of positions, roughly: each is cut and planned in Python
+    tiles: int = 8_000  # groups of positions, roughly: each is cut, planned and packed in Python
     odd_heads: float = 0.3  # how often d is no usual one: Triton compiles for every d and dtype
 
     @staticmethod
@@ -271,7 +271,7 @@ def _with_pattern(draw: Random, drawn: Configuration, limits: Limits) -> Configu
 def _branches(draw: Random, drawn: Configuration, limits: Limits) -> tuple[list[int], list[int]]:
     """LongNet's, each twice as long and as sparse as the last, or any: neither need divide anything."""
     n, many = drawn.n_k, draw.randint(1, 5)
-    per_branch = max(1, limits.tiles // many // max(1, drawn.ranks) // 4)
+    per_branch = max(1, limits.tiles // many // max(1, drawn.ranks) // (32 if drawn.layout == "striped" else 4))
     shortest = max(1, n // per_branch)
     if draw.random() < 0.4:
         first = log_uniform(draw, shortest, max(shortest, n // 4))
@@ -479,6 +479,10 @@ def judged(configuration: Configuration, x: Given, got: Result, judged_on: str |
     worst |= _sums(it, x, got, want, columns)
     numbers = torch.stack([each.double() for each in worst.values()]).tolist()  # one wait for all
     found = dict(zip(worst, numbers, strict=True))
+    if it.kernel == "efficient" and it.dtype in ("float16", "bfloat16"):
+        # its gradients of scores are made of weights that it has rounded to 16 bits: where weights are all equal, so is
+        # that rounding of half a spacing, and does not cancel
+        found |= {name: found[name] / 1.5 for name in ("dq", "dk")}
     if found.pop("finite"):
         found["a number that is not finite"] = math.inf
     return found

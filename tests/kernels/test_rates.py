@@ -226,6 +226,7 @@ def gpu(monkeypatch):
         cuda=torch.cuda, empty=lambda *_, dtype, device: SimpleNamespace(dtype=dtype, device=device)
     )
     monkeypatch.setattr(recipes, "torch", stand_in)
+    monkeypatch.setattr(recipes, "_generation", recipes._generation.__wrapped__)  # which remembers
     yield pretend
     forget_choices()
 

@@ -265,6 +265,7 @@ def willing_for(
     return tuple(one for one, columns in zip(operations, wide, strict=True) if one.refusal(like, columns) is None)
 
 
+@lru_cache(maxsize=32)
 def _generation(device: torch.device) -> str:
     return generation(torch.cuda.get_device_capability(device))
 
