@@ -15,6 +15,7 @@ from .cost import few
 from .event_pace import FLOPS_OF_A_PAIR, Pace
 from .hardware import Hardware, Phase
 from .traffic import BYTES
+from .work import head_pairs
 
 STEPS_TO_COUNT = 256
 """Of a longer itinerary so many are counted, the first and last ones and some between, which speak for the rest."""
@@ -50,9 +51,7 @@ def _at_desks(one: ByHeads) -> Iterator[Looked]:
 
 def flops(task: Task, schedule: str, rank: int, *, head_dim: int, node_ranks: int, phase: Phase) -> int:
     """Of the rank: multiplications and additions of the pairs that count."""
-    found = looks(task, schedule, rank, node_ranks)
-    pairs = sum(often * share * sum(tile.pairs for tile in tiles) for often, tiles, share in found)
-    return FLOPS_OF_A_PAIR[phase] * head_dim * pairs
+    return FLOPS_OF_A_PAIR[phase] * head_dim * head_pairs(task, schedule, rank, node_ranks)
 
 
 def computing(task: Task, schedule: str, rank: int, *, node_ranks: int, pace: Pace) -> float:
