@@ -173,6 +173,30 @@ def test_a_node_of_more_ranks_than_there_are_is_told():
     assert "64 ranks share a node here, joined by nvlink4; of h200 8 do." in page
 
 
+def test_of_fewer_tokens_than_ranks_no_balance_is_told():
+    page = longring("--tokens", "3", "--ranks", "8").stdout
+    assert page.startswith("3 tokens, causal, over 8 ranks: 1 a rank at most, and 5 ranks without any.")
+    (row,) = (line.split() for line in page.splitlines() if line.startswith("ring zigzag") and line.endswith("yes"))
+    assert row[-4] == "-"  # before what it holds, the unit of that, and whether it fits
+    assert "over 8 ranks: 1 a rank." in longring("--tokens", "8", "--ranks", "8").stdout
+
+
+def test_a_slip_of_the_keyboard_is_told_in_few_digits():
+    page = longring("--tokens", "1000000000000000", "--ranks", "2", "--schedule", "ring").stdout
+    times, _, _ = page.partition("What a rank sends")
+    assert max(map(len, times.splitlines())) <= 110
+    assert "nothing fits" in page
+    assert "e+18 s" in times
+
+
+def test_windows_on_a_gpu_are_called_rough():
+    shape = ("--tokens", "64K", "--ranks", "2", "--schedule", "ring")
+    rough = "computed in fewer launches"
+    assert rough in " ".join(longring(*shape, "--window", "4096").stdout.split())
+    assert rough not in " ".join(longring(*shape).stdout.split())
+    assert rough not in " ".join(longring(*shape, "--window", "4096", "--hardware", "cpu").stdout.split())
+
+
 def test_one_schedule_alone_is_that_one_to_the_last_line():
     shape = ("--tokens", "64K", "--ranks", "4", "--heads", "8", "--dilated", "2048:1,4096:2")
     assert told(*shape, "--schedule", "ulysses")["longest"]["schedule"] == "ulysses"

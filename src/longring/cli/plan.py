@@ -24,7 +24,8 @@ MOST_RANKS = 1 << 16  # which take a quarter of a minute
 REAL = "nothing: no tensor was made and no rank was started"
 SIMULATED = (
     "everything: bytes and FLOPs are counted on the plans that the engine runs, memory by walking them, times by "
-    "attained rates of the hardware and by playing the plan of the leading choices on a model of its links"
+    "attained rates of the hardware and by playing the plan of the leading choices on a model of its links; of windows "
+    "and documents on a GPU memory and times are rough, since the engine takes them in fewer launches"
 )
 
 
@@ -127,8 +128,9 @@ def plan(
 
     For every schedule and layout: the bytes a rank holds, part by part; what it computes and sends; whether
     sending hides behind computing, and from how many tokens a rank on; the time of a layer and of a training
-    step; and which one to take, with the reason. Bytes are those that the engine will send, counted on its own
-    plans. Times are as good as the rates in the hardware's data: see docs/plan.md for how far to trust them.
+    step; and which one to take, with the reason. Bytes sent are those that the engine will send, counted on
+    its own plans. Times are as good as the rates in the hardware's data, and rough for windows on a GPU: see
+    docs/plan.md for how far to trust them.
 
     \b
     One million tokens on 64 GPUs:

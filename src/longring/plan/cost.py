@@ -22,6 +22,7 @@ from ..geometry.routes import DoubleRing, Route
 from ..geometry.task import Task
 from .event_pace import Pace
 from .hardware import DTYPES, Hardware, Phase, hardware
+from .work import head_pairs
 
 PHASES: tuple[Phase, Phase] = ("forward", "backward")
 CHOSEN_BY_AUTO = ("ring", "double_ring", "exchange", "ulysses", "hybrid")
@@ -64,9 +65,18 @@ def estimate(schedule: str, pace: Pace, *, node_ranks: int) -> Estimate:
     task = pace.task
     if task.pattern.documents is None:
         ranks, steps = some_ranks(task, node_ranks) + _places(task, schedule, node_ranks), _steps_to_ask(task)
-    else:  # which differ from call to call, are dealt evenly, and take long to look at
-        ranks, steps = few(task.ranks, 2), FEW_STEPS
-    return Follow(schedule, pace, node_ranks, steps).ranks(ranks)
+        return Follow(schedule, pace, node_ranks, steps).ranks(ranks)
+    # documents differ from call to call and take long to look at: few steps, which may miss where the work is
+    work = [head_pairs(task, schedule, rank, node_ranks) for rank in range(task.ranks)]
+    ranks = sorted({*few(task.ranks, 2), work.index(max(work))})
+    return not_faster(Follow(schedule, pace, node_ranks, FEW_STEPS).ranks(ranks), pace.at_best(max(work)))
+
+
+def not_faster(about: Estimate, computing: float) -> Estimate:
+    """No less than the busiest rank computes for: what was not looked at takes its time, too."""
+    beyond = max(0.0, computing - about.computing)
+    seconds = max(about.seconds, about.computing + beyond + about.unhidden)
+    return about._replace(computing=about.computing + beyond, seconds=seconds)
 
 
 def both(forward: Estimate, backward: Estimate) -> Estimate:

@@ -56,6 +56,11 @@ class Pace:
             self._known[key] = self.taking(self.launches(*key[:2]), is_first=is_first)
         return self._known[key]
 
+    def at_best(self, pairs: int) -> float:
+        """Seconds that so many pairs take in tiles as large as can be: nothing is faster."""
+        flops = FLOPS_OF_A_PAIR[self.phase] * self.head_dim * pairs
+        return flops / self.hardware.flops(self.phase, itemsize=self.itemsize, head_dim=self.head_dim)
+
     def launches(self, tiles: Tiles, share: int) -> list[Launch]:
         """What a look launches, in order."""
         cut = [piece for tile in tiles for piece in without_bands(tile)]

@@ -20,13 +20,13 @@ from ..geometry.patterns import Dilated, Pattern, Problem
 from ..geometry.plans import PLANS
 from ..geometry.task import Task
 from .choose import choose_layout, fastest
-from .cost import estimate, estimates, typical
-from .counts import Traffic, computing, flops, traffic
+from .cost import estimate, estimates, not_faster, typical
+from .counts import Traffic, computing, traffic
 from .event_pace import FLOPS_OF_A_PAIR, Pace
 from .events import play
 from .hardware import DTYPES, Hardware, Phase
 from .memory import held
-from .work import pairs
+from .work import head_pairs, pairs
 
 PHASES: tuple[Phase, Phase] = ("forward", "backward")
 OF_NODES = ("double_ring", "hybrid")  # without several nodes of several ranks they are ring and ulysses
@@ -76,6 +76,7 @@ class Question:
             raise ArgumentError(f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}")
         if self.ranks % self.nodes:
             raise ArgumentError(f"{self.ranks} ranks cannot be spread evenly over {self.nodes} nodes")
+        self.pattern.check(Problem(self.batch, self.tokens, self.tokens, self.kv_heads, 0))
         if self.dtype not in self.hardware.forward_flops:
             known = ", ".join(self.hardware.forward_flops)
             raise ArgumentError(f"hardware {self.hardware.name!r} has no rate for {self.dtype}; it has {known}")
@@ -130,7 +131,7 @@ class Question:
 
     @property
     def _period(self) -> int:
-        if not isinstance(self.pattern, Dilated) or self.tokens <= LONG:
+        if not isinstance(self.pattern, Dilated) or self.pattern.documents is not None or self.tokens <= LONG:
             return self.tokens
         once = lcm(*(w for w, _ in self.pattern.branches))
         return min(self.tokens, once * max(1, LONG // once))
@@ -148,7 +149,7 @@ class Question:
 
 @lru_cache(maxsize=64)
 def _task(pattern: Pattern, batch: int, tokens: int, heads: int, kv_heads: int, layout: str, ranks: int) -> Task:
-    dealt = deal(layout, tokens, ranks)
+    dealt = deal(layout, tokens, ranks, documents=pattern.documents if layout == "dealt" else None)
     return Task(pattern, Problem(batch, tokens, tokens, kv_heads, 0), dealt, dealt, heads)
 
 
@@ -325,7 +326,8 @@ def candidates(
 ) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
     """(schedule, layout) to look at, and what is left out, with the reason. layout "all": every one that can serve."""
     _check_name("schedule", schedule, ("auto", *PLANS))
-    _check_name("layout", layout, ("auto", "all", *(name for name in LAYOUTS if name != "dealt")))
+    dealt = question.pattern.documents is not None  # which this layout is for, and nothing else
+    _check_name("layout", layout, ("auto", "all", *(name for name in LAYOUTS if dealt or name != "dealt")))
     chosen = choose_layout(question.pattern, question.tokens)[0]
     layouts = [chosen] if layout == "auto" else _layouts(chosen) if layout == "all" else [layout]
     if schedule != "auto":
@@ -371,7 +373,7 @@ def is_counted_quickly(question: Question, schedule: str) -> bool:
 
 def estimated(question: Question, schedule: str, layout: str) -> Choice:
     """From counts of one rank, without playing it."""
-    task, asked = question.task(layout), _asked(question, layout)
+    asked = _asked(question, layout)
     forward, backward = (_estimated_pass(question, schedule, layout, asked, phase) for phase in PHASES)
     return Choice(
         schedule,
@@ -380,23 +382,38 @@ def estimated(question: Question, schedule: str, layout: str) -> Choice:
         forward,
         backward,
         memory(question, schedule, layout),
-        _balance(question, task, schedule, asked),
+        _balance(question, schedule, layout),
         seconds_alone(question),
         asked,
     )
 
 
 def _estimated_pass(question: Question, schedule: str, layout: str, asked: int, phase: Phase) -> Pass:
-    about = estimate(schedule, question.pace(phase, layout), node_ranks=question.node_ranks)
+    pace = question.pace(phase, layout)
+    moved = _traffic(question, schedule, layout, asked, phase)
+    about = not_faster(
+        estimate(schedule, pace, node_ranks=question.node_ranks), pace.at_best(max(_work(question, schedule, layout)))
+    )
+    seconds = max(about.seconds, _carrying(question, moved))
     return Pass(
-        seconds=about.seconds,
+        seconds=seconds,
         computing=about.computing,
-        **_waits(about.seconds, about.computing, about.moving, about.unhidden),
+        **_waits(seconds, about.computing, about.moving, about.unhidden),
         is_played=False,
         hidden=None,
         flops=question.flops(phase) // question.ranks,
-        traffic=_traffic(question, schedule, layout, asked, phase),
+        traffic=moved,
         local_tokens=question.local_tokens,
+    )
+
+
+def _carrying(question: Question, moved: Traffic) -> float:
+    """Seconds that the rank's busiest line needs, if it has the line for itself and nothing is waited for."""
+    links = {"inside": question.hardware.inside, "outside": question.hardware.outside}
+    return max(
+        carried.bytes / links[where].bytes_per_second
+        for way in (moved.sent, moved.received)
+        for where, carried in way.items()
     )
 
 
@@ -431,21 +448,16 @@ def _asked(question: Question, layout: str) -> int:
     return found if sizes[found] else sizes.index(max(sizes))  # ranks may outnumber tokens
 
 
-def _balance(question: Question, task: Task, schedule: str, asked: int) -> float:
-    mean = question.flops("forward") / question.ranks
-    if not mean:
-        return 1.0
-    node_ranks, head_dim = question.node_ranks, question.head_dim
-    busiest = max(
-        flops(task, schedule, rank, head_dim=head_dim, node_ranks=node_ranks, phase="forward")
-        for rank in _some(question.ranks, asked)
-    )
-    return max(1.0, busiest / mean)
+@lru_cache(maxsize=256)
+def _work(question: Question, schedule: str, layout: str) -> tuple[int, ...]:
+    """Pairs of query heads and keys that each rank computes."""
+    task, node_ranks = question.task(layout), question.node_ranks
+    return tuple(head_pairs(task, schedule, rank, node_ranks) for rank in range(question.ranks))
 
 
-def _some(ranks: int, asked: int) -> list[int]:
-    """All, if they are few; else the ends, the middle, and the one that is asked for everything else."""
-    return list(range(ranks)) if ranks <= FEW_RANKS else sorted({0, asked, ranks // 2, ranks - 1})
+def _balance(question: Question, schedule: str, layout: str) -> float:
+    work = _work(question, schedule, layout)
+    return max(work) * len(work) / sum(work) if any(work) else 1.0
 
 
 @lru_cache(maxsize=64)
@@ -604,6 +616,12 @@ def longest(question: Question, schedule: str, layout: str, *, is_rough: bool = 
     the largest of which a rank holds many, so that the answer is no coarser than a fiftieth. `is_rough`: where there
     are many ranks one of them speaks for all, which takes moments.
     """
+    fixed = [name for name in ("documents", "lengths") if getattr(question.pattern, name, None) is not None]
+    if fixed:
+        raise ArgumentError(
+            f"how long a sequence fits cannot be asked of a pattern with {fixed[0]}, which are of {question.tokens:,} "
+            f"tokens; ask it without {fixed[0]}"
+        )
     *blocks, last = _blocks(question.pattern)
     for block in blocks:
         is_too_much = block * question.ranks > _countable_tokens(question, schedule, layout)

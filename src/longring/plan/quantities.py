@@ -11,6 +11,7 @@ _THOUSANDS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZES = {**_THOUSANDS, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _WHOLE = r"\d{1,3}(?:,\d{3})+|\d+(?:_\d+)*"  # commas between thousands only: in 1,5 it would be a decimal point
 _COUNT = re.compile(rf"(?P<number>-?(?:{_WHOLE})(?:\.\d+)?(?:e[+]?\d{{1,2}})?)\s*(?P<unit>[KMGT]?i?)", re.IGNORECASE)
+MOST_SECONDS = 10**9  # thirty years are told to the second, and longer than that by their power of ten
 MOST = 10**15  # more tokens or bytes than any machine will see is a slip of the keyboard
 
 
@@ -42,6 +43,8 @@ def spoken_bytes(number: float) -> str:
 
 
 def spoken_seconds(seconds: float) -> str:
+    if seconds >= MOST_SECONDS:
+        return f"{seconds:.3g} s"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:,.3g} {unit}" if seconds < 1000 * size else f"{seconds / size:,.0f} {unit}"
