@@ -15,7 +15,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 KINDS = {  # by their classes' names: importing the classes would load what most programs never use
     "DTensor": "pass this rank's tensor, x.to_local(), with a longring.Sharding that says which tokens it holds",
     "NestedTensor": "pack the sequences into one tensor, with documents=[0, b1, ..., n] for their boundaries",
-    "FakeTensor": "it holds no numbers, which only torch.compile and torch.export can do without",
+    "FakeTensor": "it holds no numbers: pass real tensors or, compiled and exported, a sharding instead of group=",
     "MaskedTensor": "pass its data, with what the mask says as pattern=longring.Dense(...)",
 }
 

@@ -91,15 +91,14 @@ def test_every_scale(scale):
     check("auto", lr.Dense(), q, k, v, dout, scale=scale)
 
 
-@pytest.mark.parametrize("with_dlse", [False, True], ids=["", "dlse"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kernel", ["auto", *(operation.name for operation in ON_GPU)])
-def test_a_scale_below_zero_in_every_pattern(kernel, dtype, with_dlse):
+def test_a_scale_below_zero_in_every_pattern(kernel, dtype):
     """Whose sign goes into q, and comes back out of dq: one stack at a time, many at once, and written at home."""
     q, k, v, dout, dlse = tensors(dtype, d=64, kv_heads=2)
     willing(kernel, q, k)
     for pattern in PATTERNS:
-        check(kernel, pattern, q, k, v, dout, dlse if with_dlse else None, scale=-0.11)
+        check(kernel, pattern, q, k, v, dout, dlse, scale=-0.11)
 
 
 def test_views_and_expanded_gradients():
