@@ -423,6 +423,14 @@ def test_shard_and_unshard_of_another_length():
     refused(ArgumentError, r"rank 0: x must be a tensor with a dimension 1, got \[1\]", ONE_RANK.shard, [1])
 
 
+@pytest.mark.parametrize("timeout", [-3, 0, True, "1 s", float("nan")])
+def test_a_timeout_is_checked_on_one_rank_too(timeout):
+    for function in (lr.Sharding(9).shard, lr.Sharding(9).unshard):
+        refused(ArgumentError, "timeout must be a positive number of seconds", function, tokens(9), timeout=timeout)
+    logits, targets = torch.zeros(1, 4, 3), torch.zeros(1, 4, dtype=torch.int64)
+    refused(ArgumentError, "timeout must be", lr.nn.cross_entropy, logits, targets, timeout=timeout)
+
+
 def test_a_rank_is_named_where_there_are_several():
     def program(transport):
         sharding = lr.Sharding(9, transport, "contiguous")  # 5 and 4
