@@ -630,6 +630,22 @@ def timing_what_is_raised() -> Iterator[None]:
         raise
 
 
+def other_tensors_are_refused(group: Any) -> tuple[list[str], bool]:
+    """By all ranks, one kind after the other, and then a call is made."""
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+    import longring as lr
+
+    sharding, x, said = lr.Sharding(16, group), torch.ones(1, 8, 2, 4), []
+    mesh = init_device_mesh("cpu", (transport_for(group).size,))
+    for other in (DTensor.from_local(x, mesh, [Replicate()]), torch.nested.nested_tensor([x[0], x[0]])):
+        try:
+            lr.attention(other, other, other, sharding=sharding, timeout=TIMEOUT)
+        except lr.ArgumentError as error:
+            said.append(str(error))
+    return said, lr.attention(x, x, x, sharding=sharding, timeout=TIMEOUT).equal(x)
+
+
 # ------------------------------------------------------------------------------------------ through shared memory
 
 
