@@ -34,7 +34,7 @@ torch.cuda.set_device(0)
 dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
 x = torch.ones(1, device="cuda")
 dist.all_reduce(x)
-os.write(1, f"met {int(x)} {torch.cuda.nccl.version()}\n".encode())  # at once: two ranks write to one pipe
+os.write(1, f"met {int(x)} {torch.cuda.nccl.version()}\\n".encode())  # at once: two ranks write to one pipe
 os._exit(0)
 """
 
@@ -103,7 +103,7 @@ def refusal() -> str | None:
         return None
     own = torch.cuda.nccl.version()
     lines = [line for line in (done.stdout + done.stderr).splitlines() if "Duplicate GPU" in line or "Error" in line]
-    why = lines[-1][:200] if lines else f"exit code {done.returncode}"
+    why = lines[0][:200] if lines else f"exit code {done.returncode}"
     return f"two ranks could not meet on one GPU ({why}); torch has NCCL {own}; name a newer one with {LIBRARY}"
 
 

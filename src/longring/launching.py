@@ -7,6 +7,7 @@ torchrun would give it. It comes from a fork server that has torch loaded: a sta
 
 from __future__ import annotations
 
+import ctypes
 import math
 import multiprocessing
 import os
@@ -190,7 +191,16 @@ def ranks_on_gpus(local_ranks: int) -> int:
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not devices or devices >= local_ranks or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
         return devices
-    return local_ranks if dist.is_nccl_available() and nccl.version() >= (2, 30) else devices
+    return local_ranks if dist.is_nccl_available() and nccl_version() >= (2, 30) else devices
+
+
+def nccl_version() -> tuple[int, ...]:
+    """The NCCL that runs, such as (2, 30, 7). torch.cuda.nccl.version() is the one torch was built with."""
+    number = ctypes.c_int()
+    with suppress(OSError, AttributeError):  # not loaded, or linked into torch
+        if ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD).ncclGetVersion(ctypes.byref(number)) == 0:
+            return number.value // 10000, number.value // 100 % 100, number.value % 100
+    return nccl.version()[:3]
 
 
 def _backend(asked: str, local_ranks: int) -> str:

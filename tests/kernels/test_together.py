@@ -14,7 +14,7 @@ import torch
 import longring as lr
 import stacking
 from attending import keeps_the_budget, tensors
-from choices import forget_choices, settled_recipe
+from choices import forget_choices
 from longring.geometry.itinerary import tiles_between
 from longring.geometry.layouts import deal, from_ranges
 from longring.geometry.packs import Pack
@@ -28,7 +28,7 @@ from longring.kernels.operations.cpu import CpuFlash
 from longring.kernels.operations.cuda import Flash
 from longring.kernels.operations.flash_attn import FlashAttn2, FlashAttn3, FlashAttn4
 from longring.kernels.operations.triton import TritonTiles
-from longring.kernels.recipes import Alone, Asked, Together
+from longring.kernels.recipes import Alone, Asked, Together, settled_recipe
 from longring.schedules.select import SCHEDULES
 from longring.testing import Result, judge
 from many_at_once import ManyAtOnce

@@ -12,7 +12,7 @@ from ..geometry.tiles import Repeat, Tile
 from .contract import Upstream
 from .operations.contract import Homes, Operation, Rows, with_columns_for_dlse
 from .rates import Pass
-from .recipes import Alone, Asked, Leg, Together, recipe
+from .recipes import Alone, Asked, Leg, Together, recipe, settled_recipe
 from .reference import ReferenceKernel
 from .totals import Seen, Sums, is_lazy
 
@@ -47,12 +47,16 @@ class FusedKernel:
         can_be_done: bool,
         has_dlse: bool = False,
         has_sign: bool = False,
+        comes_again: bool = False,
     ) -> tuple[Leg, ...]:
-        """What computes the tiles. `is_first`: nothing came before; `can_be_done`: nothing will come afterwards."""
+        """What computes the tiles. `is_first`: nothing came before; `can_be_done`: nothing will come afterwards.
+
+        `comes_again`: as for a call made many times, whose plans are worth building (cuDNN).
+        """
         asked = Asked(
             *(which, q.shape, k.shape, q.dtype, q.device, is_lazy(q.device)), is_first, can_be_done, has_dlse, has_sign
         )
-        return recipe(self._operations, tuple(tiles), asked)
+        return (settled_recipe if comes_again else recipe)(self._operations, tuple(tiles), asked)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], *, scale: float, total: Seen | None = None

@@ -92,6 +92,7 @@ def forget() -> None:
     _recipes.clear()
     _plans.clear()
     willing_for.cache_clear()
+    _generation.cache_clear()
 
 
 class _Remembered:
@@ -106,7 +107,7 @@ class _Remembered:
         self._kind = operations, tiles, asked
         can_wait = len(operations) > 1 and any(operation.builds_plans for operation in operations)
         self._is_settled = not can_wait or asked.device.type == "cpu"
-        self._legs = _written(operations, tiles, asked._replace(may_build=self._is_settled))
+        self._legs = settled_recipe(operations, tiles, asked._replace(may_build=self._is_settled))
         self._quicker: tuple[Leg, ...] | None = None
         self._saves = 0.0  # seconds a call, as estimated
         self._calls = 0
@@ -124,7 +125,7 @@ class _Remembered:
 
     def _weigh(self) -> None:
         if self._quicker is None:
-            self._quicker = _written(*self._kind)
+            self._quicker = settled_recipe(*self._kind)
             asked = self._kind[2]
             self._saves = _seconds(self._legs, asked) - _seconds(self._quicker, asked)
         if self._saves <= 0:
@@ -177,7 +178,8 @@ _plans = BuiltPlans()
 _recipes: Shelf[_Remembered] = Shelf(STACKS_KEPT, lambda remembered: remembered.weight)
 
 
-def _written(operations: tuple[Operation, ...], tiles: tuple[Tile, ...], asked: Asked) -> tuple[Leg, ...]:
+def settled_recipe(operations: tuple[Operation, ...], tiles: tuple[Tile, ...], asked: Asked) -> tuple[Leg, ...]:
+    """What computes these tiles in a call that comes often enough for plans to be worth building."""
     q, k = _Shape(asked.q), _Shape(asked.k)
     slabs = stretches(tiles, q, k, can_be_done=asked.can_be_done)
     if len(slabs) > 1 and _has_rows_once(tiles, asked):  # so that little waits; at once, where nothing has to

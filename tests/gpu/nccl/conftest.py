@@ -1,5 +1,9 @@
-"""Everything here runs NCCL ranks that share the first GPU; where they cannot, it says why and is skipped."""
+"""Everything here runs NCCL ranks that share the first GPU. Where they cannot, it is skipped and says why.
 
+Where LONGRING_TEST_NCCL names a library, ranks have to be able to: what keeps them from it fails the tests.
+"""
+
+import os
 import sys
 from pathlib import Path
 
@@ -22,5 +26,5 @@ def pytest_collection_modifyitems(items):
 def shared():
     with shared_gpu.multi_process_service():
         if reason := shared_gpu.refusal():
-            pytest.skip(reason)
+            (pytest.fail if shared_gpu.LIBRARY in os.environ else pytest.skip)(reason)
         yield

@@ -1,4 +1,4 @@
-"""Which kernels `auto` takes on a device for shapes that are usual, and why the others refuse."""
+"""Which kernels `auto` takes on a device for usual shapes that come again and again, and why the others refuse."""
 
 from __future__ import annotations
 
@@ -98,7 +98,8 @@ def _shares(kernel: object, which: Pass, pattern: Pattern, q: Tensor, k: Tensor)
     if not isinstance(kernel, FusedKernel):
         return {"reference": 1.0}
     pairs: Counter[str] = Counter()
-    for leg in kernel.recipe(which, _tiles(pattern), q, k, is_first=True, can_be_done=is_lazy(q.device)):
+    asked = {"is_first": True, "can_be_done": is_lazy(q.device), "comes_again": True}
+    for leg in kernel.recipe(which, _tiles(pattern), q, k, **asked):
         for step in leg.steps:
             name = "reference" if step.operation is None else step.operation.name
             pairs[name] += sum(_pairs(stack) for stack in step.stacks)

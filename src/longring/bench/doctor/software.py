@@ -8,8 +8,8 @@ from importlib import metadata
 
 import torch
 import torch.distributed as dist
-from torch.cuda import nccl
 
+from ...launching import nccl_version
 from .nvidia import ask_nvidia
 
 PACKAGES = (
@@ -73,7 +73,4 @@ def _cudnn() -> str | None:
 
 
 def _nccl() -> str | None:
-    if not dist.is_nccl_available():
-        return None
-    found = nccl.version()
-    return ".".join(map(str, found)) if isinstance(found, tuple) else str(found)
+    return ".".join(map(str, nccl_version())) if dist.is_nccl_available() else None
