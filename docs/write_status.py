@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,10 +204,6 @@ def random_lines(runs: list[dict[str, Any]], now: Sources) -> Iterator[Line]:
         watched = [run["sanitizer"] for run in of if run.get("sanitizer")]
         errors = sum(each["errors"] for each in watched)
         unwatched = sum(each["processes"] - each["summaries"] for each in watched)
-        unwatched = sum(
-            (run.get("sanitizer") or {}).get("processes", 0) - (run.get("sanitizer") or {}).get("summaries", 0)
-            for run in of
-        )
         far = sum(run.get("dilated_over_ranks_from_32768_tokens", 0) for run in of)
         wrong = total - right - refused
         found = f"{total:,} configurations of {len(of)} seeds: {right:,} right, {refused:,} refused, {wrong:,} wrong"
@@ -214,7 +211,16 @@ def random_lines(runs: list[dict[str, Any]], now: Sources) -> Iterator[Line]:
         status = FAILED if wrong or errors else PASSED if right and not unwatched else INCOMPLETE
         last = max(of, key=lambda run: run["started"])
         what = "compute-sanitizer's memcheck over random configurations" if is_watched else "more random configurations"
-        yield Line(what, device, status, found, last["started"], last["commit"], () if holds else None)
+        yield Line(
+            what, device, status, found, last["started"], last["commit"], () if holds else changed_in_any(of, now)
+        )
+
+
+def changed_in_any(runs: list[dict[str, Any]], now: Sources) -> tuple[str, ...] | None:
+    """Packages that have changed since one of the runs; None where one does not name its sources."""
+    found = [changed_since(run.get("sources"), now) for run in runs]
+    known = [each for each in found if each is not None]
+    return tuple(sorted(set().union(*known))) if len(known) == len(found) else None
 
 
 # ------------------------------------------------------------------------------------------------------------- verify
@@ -333,14 +339,21 @@ def history(receipts: list[dict[str, Any]], now: Sources) -> str:
         changed = changed_since(receipt.get("sources"), now)
         holds = Line("", "", status_of(receipt), "", "", "", changed).at_these
         skips = [
-            f"{why} ({count})" for part in receipt["parts"].values() for why, count in part.get("skips", {}).items()
+            f"{shortened(why)} ({count})"
+            for part in receipt["parts"].values()
+            for why, count in part.get("skips", {}).items()
         ]
         when = f"[{receipt['started'][:16].replace('T', ' ')}](records/gpu/{receipt['file']})"
         told = [when, receipt["hardware"]["gpu"], receipt["commit"]]
         spent = f"{receipt.get('seconds', 0):.0f} s"
-        rows.append(row(*told, status_of(receipt), spent, "; ".join(skips)[:400] or "nothing", holds))
+        rows.append(row(*told, status_of(receipt), spent, "; ".join(skips) or "nothing", holds))
     head = ("when", "GPU", "commit", "all of it", "took", "skipped or refused", "at these sources")
     return table(head, rows) if rows else "None yet: `make gpu` writes one.\n"
+
+
+def shortened(why: str) -> str:
+    """A reason without its remedy in brackets."""
+    return textwrap.shorten(why.partition(" (")[0], 80, placeholder=" ...")
 
 
 def page(records: Path = RECORDS, now: Sources | None = None) -> str:

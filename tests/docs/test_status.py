@@ -145,6 +145,13 @@ def random_run(seed, engine, sanitizer=None, **outcomes):
     return told | far | {"outcomes": outcomes, "sanitizer": sanitizer}
 
 
+def test_packages_that_changed_since_random_configurations_ran_are_named(records):
+    before = NOW | {"engine": "another", "packages": NOW["packages"] | {"kernels": "another"}}
+    (records / "random_gpu.json").write_text(json.dumps({"runs": [random_run(1, before, right=90)]}))
+    (row,) = rows(status.page(records, NOW), "more random")
+    assert row.endswith(f"| {status.STALE}: kernels changed |")
+
+
 def test_runs_of_random_configurations_add_up_by_sources(records):
     watched = {"errors": 0, "processes": 8, "summaries": 8}
     runs = [
