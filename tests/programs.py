@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -182,7 +183,29 @@ def refusals(group: Any) -> list[str]:
 # ----------------------------------------------------------------------------------------------- what goes wrong
 
 
-def ring_with_a_victim(group: Any, victim: int, post: int, how: str, timeout: float, calls: int) -> Any:
+@contextmanager
+def measuring_hold_ups() -> Iterator[None]:
+    """How late a busy machine makes this rank: told by what is raised, as the lateness of many short sleeps."""
+    nap, late, is_over = 0.02, [0.0], threading.Event()
+
+    def doze() -> None:
+        while not is_over.is_set():
+            began = time.monotonic()
+            time.sleep(nap)
+            late.append(max(0.0, time.monotonic() - began - nap - 0.001))
+
+    threading.Thread(target=doze, daemon=True).start()
+    try:
+        yield
+    except Exception as error:
+        error.held_up = sum(late)  # type: ignore[attr-defined]
+        raise
+    finally:
+        is_over.set()
+
+
+@measuring_hold_ups()
+def ring_with_a_victim(group: Any, victim: int, post: int, how: str, timeout: float | None, calls: int) -> Any:
     """`victim` is killed or stopped, or fails, just before its post of that number."""
     transport = transport_for(group)
     posts = iter(range(1, 10_000))
@@ -194,12 +217,32 @@ def ring_with_a_victim(group: Any, victim: int, post: int, how: str, timeout: fl
     return around(transport, calls=calls, floats=3000, timeout=timeout, before_post=strike)
 
 
+def victim_of_a_group_with_a_timeout(group: Any, victim: int, post: int, how: str, timeout: float, calls: int) -> Any:
+    """As above, and no call says how long it may take."""
+    import torch.distributed as dist
+
+    own = dist.new_group(timeout=timedelta(seconds=timeout))
+    return ring_with_a_victim(own, victim, post, how, None, calls)
+
+
+@measuring_hold_ups()
 def lost_before_the_first_call(group: Any, victim: int, post: int, how: str, timeout: float, calls: int) -> Any:
     transport = transport_for(group)
     if transport.rank == victim:
         time.sleep(0.5)  # the others have greeted it
         strike_oneself(how)
     return around(transport, calls=calls, timeout=timeout)
+
+
+@measuring_hold_ups()
+def lost_before_the_group_is_used(group: Any, victim: int, post: int, how: str, timeout: float, calls: int) -> Any:
+    """The others make their transports when the victim is struck already."""
+    import torch.distributed as dist
+
+    dist.barrier(group)
+    if dist.get_rank() == victim:
+        strike_oneself(how)
+    return around(transport_for(group), calls=calls, timeout=timeout)
 
 
 def carriers_left(group: Any, *args: Any) -> list[str]:
@@ -562,6 +605,7 @@ def attend(group: Any, *, timeout: float | None = TIMEOUT, **changes: Any) -> to
     return out.detach()
 
 
+@measuring_hold_ups()
 def attention_with_a_victim(
     group: Any, victim: int, post: int, how: str, timeout: float, calls: int, schedule: str, moment: str
 ) -> str:
@@ -624,7 +668,8 @@ def attention_that_differs(group: Any, good: int, odd: int, kind: str) -> Any:
 def timing_what_is_raised() -> Iterator[None]:
     began = time.monotonic()
     try:
-        yield
+        with measuring_hold_ups():
+            yield
     except Exception as error:
         error.seconds = time.monotonic() - began  # type: ignore[attr-defined]
         raise
@@ -725,6 +770,29 @@ def lost_on_the_way(group: Any, victim: int, how: str, *, is_loaded: bool = True
     except TransportError as error:
         return is_nan == is_from_victim, str(error), getattr(error, "rank", None)
     return False, "nobody noticed", None
+
+
+def lost_behind_a_call_without_a_timeout(group: Any, victim: int, how: str, timeout: float) -> tuple[str, float]:
+    """The vigil watches the transfer of one call, for as long as the group would wait, and the next has a timeout."""
+    transport = transport_for(group)
+    rank, size = transport.rank, transport.size
+    block, arriving = (torch.zeros(3000, device=DEVICE) for _ in range(2))
+    with transport.converse({}, timeout=TIMEOUT):
+        pass
+    with transport.converse({}) as talk:
+        talk._until_all_agree("greeting")
+        if rank == victim:
+            strike_oneself(how)
+        pending = talk.post([((rank + 1) % size, block)], [((rank - 1) % size, arriving)], what="unwatched")
+    time.sleep(2.0)  # the vigil has begun
+    began = time.monotonic()
+    try:
+        with transport.converse({}, timeout=timeout):
+            pass
+    except TransportError as error:
+        del pending
+        return type(error).__name__, time.monotonic() - began
+    raise AssertionError("nobody noticed")
 
 
 def lost_before_a_new_kernel(group: Any, victim: int, how: str) -> tuple[bool, str, int | None]:

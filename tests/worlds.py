@@ -37,6 +37,7 @@ class Outcome:
     text: str = ""
     rank_named: int | None = None
     seconds: float | None = None  # that the call took which raised, where the program tells
+    held_up: float = 0.0  # seconds by which sleeps of this rank ended late, where the program measures it
     phase_and_step: str | None = None
     at: float = 0.0  # time.monotonic(), which all processes of a machine share
     status: int | None = None  # None: it hung, and was killed
@@ -182,7 +183,8 @@ def _live(job: dict[str, Any], place: Path) -> int:
     except BaseException as error:
         traceback.print_exc()
         named, phase = getattr(error, "rank", None), getattr(error, "phase_and_step", None)
-        outcome = Outcome(None, type(error).__name__, str(error), named, getattr(error, "seconds", None), phase)
+        outcome = Outcome(None, type(error).__name__, str(error), named, getattr(error, "seconds", None))
+        outcome.phase_and_step, outcome.held_up = phase, getattr(error, "held_up", 0.0)
     outcome.at = time.monotonic()
     place.with_suffix(".outcome").write_bytes(pickle.dumps(outcome))  # "can still save state"
     if job["ends"] == "at once":

@@ -1,10 +1,12 @@
-"""A rank is killed, stopped, or fails, at any step: every other raises in time, names it, and ends by itself."""
+"""A rank is killed, stopped, leaves, or fails, at any step: every other raises within the timeout and half a second,
+names it, and ends by itself.
+"""
 
 import random
 
 import pytest
 
-from losing import losses
+from losing import held_up, losses
 from worlds import World
 
 pytestmark = pytest.mark.processes
@@ -21,11 +23,33 @@ pytestmark = pytest.mark.processes
         (2, 0, 1, "stop"),
         (3, 0, 4, "stop"),
         (4, 3, 5, "stop"),
+        (4, 0, 5, "leave"),
+        (8, 0, 9, "stop"),
+        (8, 5, 10, "stop"),
     ],
 )
 def test_a_lost_rank_is_named_by_all_others(size, victim, post, how):
     named, _ = losses(size, victim, post, how)
     assert named == [victim] * (size - 1)
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize("timeout", [1.0, 2.0, 6.0])
+def test_a_timeout_of_any_length_is_kept(timeout, victim):
+    named, outcomes = losses(4, victim, 5, "stop", timeout=timeout)
+    assert named == [victim] * 3 or held_up(outcomes) > timeout / 2  # then others, too, gave no sign of life
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_timeout_of_the_group_is_kept_where_a_call_has_none(victim):
+    named, _ = losses(3, victim, 4, "stop", program="victim_of_a_group_with_a_timeout")
+    assert named == [victim] * 2
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_is_stopped_before_the_group_is_used(victim):
+    named, _ = losses(3, victim, 1, "stop", program="lost_before_the_group_is_used")
+    assert named == [victim] * 2
 
 
 @pytest.mark.parametrize("victim", [0, 2])

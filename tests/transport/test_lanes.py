@@ -203,6 +203,16 @@ def test_who_does_not_wait_on_the_host_finds_nan_and_then_the_name(how):
 
 
 @processes
+def test_a_timeout_is_kept_while_the_vigil_looks_after_an_earlier_call():
+    args = ("lost_behind_a_call_without_a_timeout", 8192, 1, "stop", 2.0)
+    outcomes = World(3, "programs:on_belts", args, absent=(1,)).run(limit=40)
+    for rank in (0, 2):
+        kind, seconds = outcomes[rank].value
+        assert kind == "PeerLost"
+        assert seconds < 8.0  # 2.5 on an idle machine; the vigil waits for 60
+
+
+@processes
 def test_where_the_driver_takes_no_orders_the_process_ends_and_says_why():
     """The rank before the lost one has all it waits for, and goes on."""
     args = ("lost_where_the_driver_hangs", 1 << 16, 1, "kill")

@@ -240,7 +240,7 @@ def test_ranks_that_wait_for_each_other_are_told_so():
 
 
 def test_an_answer_that_comes_while_the_blame_is_sought_is_taken():
-    assert results(2, "programs:late_but_there", 1, 2.5, 2.0) == [[[1.0]], [[0.0]]]
+    assert results(2, "programs:late_but_there", 1, 2.5, 4.0) == [[[1.0]], [[0.0]]]
 
 
 # --------------------------------------------------------------------------------- a backend without tags, as NCCL is

@@ -1,23 +1,27 @@
 """The board: notes that ranks leave each other in the group's store once something takes long or goes wrong.
 
-Nothing is written in the happy case. There is one verdict, and the first one written counts, so that every rank
-raises the same. A store may be dead, or stopped and never answer: carriers ask it, and nobody waits long for them.
+Only an empty note of each rank is written in the happy case. There is one verdict, and the first one written counts,
+so that every rank raises the same. A store may be dead, or stopped and never answer: carriers ask it, and each question
+says how many seconds its answer may take.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from .carriers import Errand, send_carrier
 
 T = TypeVar("T")
-PATIENCE = 2.0  # seconds a store has to answer in
+PATIENCE = 3.0  # seconds that a store has to answer in, where nothing else is said
+_SLICE = 0.02  # seconds between two looks at whether the answer is wanted still
 
 
 class Verdict(NamedTuple):
@@ -45,21 +49,30 @@ class Note(NamedTuple):
 class Board:
     """One rank's hand on the board."""
 
+    _newest: ClassVar[Errand[str] | None] = None  # finds the place of the board made last
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        shared = dist.distributed_c10d._get_process_group_store(group)
-        place = f"longring/{group.group_name}/{self._life(shared, group.group_name)}"
-        self._store = dist.PrefixStore(place, shared)
-        self._reconnect = lambda: dist.PrefixStore(place, _reconnected(shared))
-        self._has_own = False
+        self._shared = dist.distributed_c10d._get_process_group_store(group)
+        name, before = group.group_name, Board._newest
+        self._place = Board._newest = send_carrier(lambda _: self._found_place(name, before))
+        self._own: dist.Store | None = None
         self._asked: Errand[Any] | None = None
-        self.host = self.rank if _is_hosted_here(shared) else None  # of the store, as far as this rank has heard
-        self._guess = _usual_host(group, shared)
+        self._lock = threading.Lock()
+        self.host = self.rank if _is_hosted_here(self._shared) else None  # of the store, as far as this rank has heard
+        self._guess = _usual_host(group, self._shared)
 
-    def _life(self, store: dist.Store, name: str) -> int:
-        """The how manieth group of this name it is: a world made anew on its old store must not find old verdicts."""
-        counted = send_carrier(lambda _: store.add(f"longring/{name}/lives of rank {self.rank}", 1))
-        return counted.join() if counted.is_over(within=PATIENCE) and counted.error is None else 0
+    def _found_place(self, name: str, before: Errand[str] | None) -> str:
+        """Count the groups of this name: a world made again on its old store must not find old verdicts.
+
+        In a carrier, since the store's host may be stopped; in the order in which boards are made, as on other ranks.
+        Every rank leaves a note there, so that those of all ranks can be read at once.
+        """
+        if before is not None:
+            before.is_over(within=PATIENCE)
+        place = f"longring/{name}/{self._shared.add(f'longring/{name}/lives of rank {self.rank}', 1)}"
+        dist.PrefixStore(place, self._shared).set(f"note/{self.rank}", json.dumps(Note(0, 0, None, "")))
+        return place
 
     @property
     def likely_host(self) -> int | None:
@@ -69,56 +82,85 @@ class Board:
         """If no rank said that it hosts the store, none does."""
         self._guess = None
 
-    def verdict(self) -> Verdict | None:
-        return self._ask(_read_verdict)
+    @property
+    def is_silent(self) -> bool:
+        """Whether the store still owes an answer."""
+        return self._asked is not None and not self._asked.is_over()
 
-    def pronounce(self, verdict: Verdict) -> Verdict:
+    def verdict(self, within: float = PATIENCE) -> Verdict | None:
+        return self._ask(_read_verdict, within)
+
+    def pronounce(self, verdict: Verdict, within: float = PATIENCE) -> Verdict:
         """Write the verdict unless there is one, and return the one that counts."""
-        return self._ask(lambda store: _write_verdict(store, verdict))
+        return self._ask(lambda store: _write_verdict(store, verdict), within)
 
-    def leave(self, note: Note) -> Verdict | None:
-        """Leave a sign of life, and see whether there is a verdict."""
+    def leave(self, note: Note, within: float = PATIENCE, unless: Errand[Any] | None = None) -> Verdict | None:
+        """Leave a sign of life, and see whether there is a verdict. No answer is waited for once `unless` is over."""
 
         def both(store: dist.Store) -> Verdict | None:
             store.set(f"note/{self.rank}", json.dumps(note))
             return _read_verdict(store)
 
-        return self._ask(both)
+        return self._ask(both, within, unless)
 
-    def notes(self, ranks: Iterable[int]) -> dict[int, Note]:
-        return self._ask(lambda store: _read_notes(store, ranks))
+    def notes(self, ranks: Sequence[int], within: float = PATIENCE) -> dict[int, Note]:
+        return self._ask(lambda store: _read_notes(store, ranks), within)
 
-    def is_first_to_judge(self) -> bool:
+    def is_first_to_judge(self, within: float = PATIENCE) -> bool:
         """True on one rank only, which then collects what all the others say."""
-        return self._ask(lambda store: store.add("judge", 1)) == 1
+        return self._ask(lambda store: store.add("judge", 1), within) == 1
 
-    def sign(self) -> int:
+    def number_of_reader(self, conversation: int, within: float = PATIENCE) -> int:
+        """How many ranks, with this one, have asked to read the notes of all in this conversation."""
+        return self._ask(lambda store: store.add(f"readers/{conversation}", 1), within)
+
+    def sign(self, within: float = PATIENCE) -> int:
         """Say that this rank has seen the verdict; how many have."""
-        return self._ask(lambda store: store.add("signed", 1))
+        return self._ask(lambda store: store.add("signed", 1), within)
 
-    def signatures(self) -> int:
-        return self._ask(lambda store: store.add("signed", 0))
+    def signatures(self, within: float = PATIENCE) -> int:
+        return self._ask(lambda store: store.add("signed", 0), within)
 
-    def _ask(self, question: Callable[[dist.Store], T]) -> T:
-        if self._asked is not None and not self._asked.is_over():
+    def _ask(self, question: Callable[[dist.Store], T], within: float, unless: Errand[Any] | None = None) -> T:
+        """One thread at a time: the caller of a collective, or the carrier that watches transfers."""
+        end = time.monotonic() + within
+        if not self._lock.acquire(timeout=max(0.0, within)):
+            raise BoardSilent("another question waits for its answer")
+        try:
+            return self._answer(question, end, unless)
+        finally:
+            self._lock.release()
+
+    def _answer(self, question: Callable[[dist.Store], T], end: float, unless: Errand[Any] | None) -> T:
+        if self._asked is not None and not _is_over(self._asked, end, unless):
             raise BoardSilent("the store still owes an answer")
-        self._asked = errand = send_carrier(lambda _: question(self._store))
-        is_answered = errand.is_over(within=PATIENCE if self._has_own else PATIENCE / 2)
-        if not is_answered and not self._has_own:
-            self._has_own = True
+        self._asked = errand = send_carrier(lambda _: question(self._store()))
+        now = time.monotonic()
+        is_answered = _is_over(errand, end if self._own is not None else now + (end - now) / 3, unless)
+        if not is_answered and self._own is None and time.monotonic() < end and not (unless and unless.is_over()):
             self._asked = errand = send_carrier(lambda _: question(self._on_its_own()))
-            is_answered = errand.is_over(within=PATIENCE)
+            is_answered = _is_over(errand, end, unless)
         if not is_answered:
-            raise BoardSilent(f"the store did not answer within {PATIENCE:g} s")
+            raise BoardSilent("the store did not answer in time")
         if errand.error is not None:
             raise BoardSilent(f"the store is lost: {errand.error}")
         return errand.join()
 
+    def _store(self) -> dist.Store:
+        return dist.PrefixStore(self._place.join(), self._shared) if self._own is None else self._own
+
     def _on_its_own(self) -> dist.Store:
         """A connection that others' waits do not hold up, where they have: whoever hosts the store looks up the name
         of who connects, and answers nobody while a name server is slow."""
-        self._store = self._reconnect()
-        return self._store
+        self._own = dist.PrefixStore(self._place.join(), _reconnected(self._shared))
+        return self._own
+
+
+def _is_over(asked: Errand[Any], end: float, unless: Errand[Any] | None) -> bool:
+    while not asked.is_over(within=min(_SLICE, end - time.monotonic()) if unless else end - time.monotonic()):
+        if time.monotonic() >= end or (unless is not None and unless.is_over()):
+            return asked.is_over()
+    return True
 
 
 def _read_verdict(store: dist.Store) -> Verdict | None:
@@ -129,10 +171,18 @@ def _write_verdict(store: dist.Store, verdict: Verdict) -> Verdict:
     return Verdict(*json.loads(store.compare_set("verdict", "", json.dumps(verdict))))
 
 
-def _read_notes(store: dist.Store, ranks: Iterable[int]) -> dict[int, Note]:
-    """Only keys that are there are read: the store would wait for one that is not."""
-    there = [rank for rank in ranks if store.check([f"note/{rank}"])]
-    return {rank: Note(*json.loads(store.get(f"note/{rank}"))) for rank in there}
+def _read_notes(store: dist.Store, ranks: Sequence[int]) -> dict[int, Note]:
+    there = _there(store, [f"note/{rank}" for rank in ranks])
+    found = store.multi_get(there) if there else []
+    return {int(key.removeprefix("note/")): Note(*json.loads(text)) for key, text in zip(there, found, strict=True)}
+
+
+def _there(store: dist.Store, keys: list[str]) -> list[str]:
+    """The keys that can be read: the store would wait for one that is not there. One question where all are there."""
+    if not keys or store.check(keys):
+        return keys
+    half = len(keys) // 2
+    return _there(store, keys[:half]) + _there(store, keys[half:]) if half else []
 
 
 def _reconnected(store: dist.Store) -> dist.Store:

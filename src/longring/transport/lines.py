@@ -100,7 +100,7 @@ class Lines:
             self._closed = True
             is_waited_for, group = bool(self._waited), self._group()
         if is_waited_for and group is not None:
-            send_carrier(lambda _: _break_off(group)).is_over(within=0.5)
+            send_carrier(lambda _: _break_off(group)).is_over(within=0.1)
         if self._has_devices and group is not None:
             send_carrier(lambda _: group.abort())  # a lost peer leaves kernels that would never end
 

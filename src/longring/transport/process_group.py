@@ -29,7 +29,7 @@ from .carriers import Errand, failed, send, send_carrier
 from .contract import Pending, Receives, Sends, Terms
 from .journal import Entry, FlightRecord, Journal
 from .lines import Letter, LineBroken, Lines, Posted, backend_for, check_device, tag_of
-from .lookout import Lookout
+from .lookout import LATEST, Lookout
 from .opening import Refused, opened
 from .staging import Staged
 from .streams import Crossing, crossing
@@ -60,7 +60,6 @@ class ProcessGroupTransport:
         self._last_posted = threading.Event()
         self._last_posted.set()
         self._journals: list[Journal] = []
-        self._turn = threading.Lock()  # one at a time asks the board: a caller, or the vigil
         self._vigil = Vigil()
         self._symmetric: Region | Refused | None = None  # not asked for yet
         self.bytes_sent = 0
@@ -94,15 +93,16 @@ class ProcessGroupTransport:
             with contextlib.suppress(TransportError):
                 self._await_declined()
 
-    def _await_declined(self) -> None:
-        """A call that was declined goes on beside the caller, and ends before the next begins."""
+    def _await_declined(self, timeout: float | None = None) -> None:
+        """A call that was declined goes on beside the caller, and ends before the next begins, within its timeout."""
         declined, self._declined = self._declined, None
         if declined is not None:
+            declined._timeout = declined._timeout if timeout is None else timeout
             with declined:
                 pass
 
     def converse(self, terms: Terms, *, timeout: float | None = None) -> Talk:
-        self._await_declined()
+        self._await_declined(timeout)
         return self._begin(terms, timeout)
 
     def _begin(self, terms: Terms, timeout: float | None) -> Talk:
@@ -276,16 +276,9 @@ class Talk:
         return self._transport._control is self._transport._lines
 
     def _until(self, errand: Errand[Any], what: str) -> None:
-        turn = self._transport._turn
-        while not turn.acquire(timeout=0.002):
-            if errand.is_over() and errand.error is None:
-                return
-        try:
-            self._transport._lookout.until(
-                errand, what=what, conversation=self._number, signature=self._signature, timeout=self._timeout
-            )
-        finally:
-            turn.release()
+        self._transport._lookout.until(
+            errand, what=what, conversation=self._number, signature=self._signature, timeout=self._timeout
+        )
 
     def _until_all_agree(self, what: str) -> None:
         if self._all_agree:
@@ -410,11 +403,15 @@ def _companion(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroupGlo
     """Gloo beside the group's own backend, known to this transport alone: torch's list of groups stays as it is."""
     store = dist.PrefixStore("longring/greetings", dist.distributed_c10d._get_process_group_store(group))
     rank, size = dist.get_rank(group), dist.get_world_size(group)
+    # in a carrier: a store whose host is stopped never answers
+    made = send_carrier(lambda _: dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout)))
     try:
-        return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+        if made.is_over(within=timeout + LATEST):
+            return made.join()
+        text = "no answer"
     except RuntimeError as error:
         text = str(error).partition("\n")[0]
-        raise PeerLost(f"rank {rank} waited for all {size} ranks to make their first call: {text}") from None
+    raise PeerLost(f"rank {rank} waited for all {size} ranks to make their first call: {text}")
 
 
 def new_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
