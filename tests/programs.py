@@ -534,6 +534,34 @@ class OnAnotherDevice:
 ORDER: list[str] = []
 
 
+class HeldUp(OnAnotherDevice):
+    """A device whose messages never end by themselves: aborting the group ends them."""
+
+    aborted = threading.Event()
+
+    def watch(self) -> None:
+        self.aborted.wait(60)
+
+
+def lost_behind_a_cuda_call(group: Any, victim: int, how: str, timeout: float) -> Any:
+    """The victim is struck before it posts; the others' threads are then in a call that waits for their device."""
+    from longring.transport import process_group
+
+    process_group.crossing = lambda tensors: HeldUp()
+    transport = transport_for(group)
+    transport._lookout._close = lambda: (transport._close(), HeldUp.aborted.set())
+    block, arriving = torch.zeros(30), torch.zeros(30)
+    with transport.converse({"call": "a ring"}, timeout=timeout) as talk:
+        talk._until_all_agree("greeting")
+        if transport.rank == victim:
+            strike_oneself(how)
+        to, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+        pending = talk.post([(to, block)], [(source, arriving)], what="call 0, step 1")
+        HeldUp.aborted.wait(60)
+        pending.wait()
+    return "nobody noticed"
+
+
 def _without_tags(group: Any) -> Any:
     from longring.transport import process_group
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from losing import held_up, losses
+from losing import PROMISED, STARTING, TIMEOUT, held_up, losses, raised_after
 from worlds import World
 
 pytestmark = pytest.mark.processes
@@ -72,6 +72,16 @@ def test_survivors_can_destroy_the_group(how):
 def test_a_backend_without_tags_loses_a_rank(victim, how):
     named, _ = losses(3, victim, 4, how, program="companion_with_a_victim")
     assert named == [victim] * 2
+
+
+@pytest.mark.parametrize(("size", "victim", "how"), [(2, 1, "kill"), (3, 0, "stop"), (4, 2, "stop")])
+def test_a_rank_is_lost_while_the_others_are_held_up_by_their_devices(size, victim, how):
+    """As by a kernel that CUDA loads when it is first launched: that waits for the message that never comes."""
+    outcomes = World(size, "programs:lost_behind_a_cuda_call", (victim, how, TIMEOUT)).run(TIMEOUT + STARTING)
+    survivors = [outcome for rank, outcome in enumerate(outcomes) if rank != victim]
+    for outcome in survivors:
+        assert (outcome.error, outcome.rank_named, outcome.status) == ("PeerLost", victim, 0), outcome
+    assert max(raised_after(outcomes, victim)) < TIMEOUT + PROMISED + held_up(outcomes)
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])

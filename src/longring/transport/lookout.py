@@ -8,6 +8,7 @@ share. Whether other ranks live is therefore watched before the timeout has pass
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -43,6 +44,7 @@ class Lookout:
         self._beats = 0
         self._reader_in = (0, False)  # a conversation, and whether this rank is one of its readers
         self._verdict: Verdict | None = None
+        self._lock = threading.Lock()  # a caller and the carrier that watches transfers may find out at once
 
     @property
     def is_broken(self) -> bool:
@@ -71,6 +73,8 @@ class Lookout:
             verdict = self._look(wait) if wait.left() > 0 else self._verdict_on_silence(wait)
             if verdict is not None:
                 self._give_up(verdict, wait)
+        if self._verdict is not None:  # another thread's, which has ended what this one waited for
+            self._give_up(self._verdict, wait)
         if errand.error is not None:
             self._explain(errand.error, wait)
 
@@ -221,7 +225,10 @@ class Lookout:
         return Verdict("lost", host, f"rank {host} is lost: the group's store, which it hosts, is silent")
 
     def _adopt(self, verdict: Verdict, end: float) -> None:
-        self._verdict = verdict
+        with self._lock:
+            is_known, self._verdict = self._verdict is not None, verdict
+        if is_known:  # by the verdict of another thread of this rank
+            return
         self._close()
         self._stay_for_the_others(verdict, end)
 

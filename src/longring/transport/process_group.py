@@ -275,9 +275,10 @@ class Talk:
     def _has_tags(self) -> bool:
         return self._transport._control is self._transport._lines
 
-    def _until(self, errand: Errand[Any], what: str) -> None:
+    def _until(self, errand: Errand[Any], what: str, timeout: float | None = None) -> None:
+        timeout = self._timeout if timeout is None else timeout
         self._transport._lookout.until(
-            errand, what=what, conversation=self._number, signature=self._signature, timeout=self._timeout
+            errand, what=what, conversation=self._number, signature=self._signature, timeout=timeout
         )
 
     def _until_all_agree(self, what: str) -> None:
@@ -329,6 +330,11 @@ class InFlight:
         else:
             talk._ask()
             self._errand = send_carrier(self._carry)
+        if self._crossing.is_by_stream and talk._is_watched:
+            # The caller may be in a CUDA call that waits for the device, and the device for this very message: a
+            # kernel that is loaded when it is first launched waits so. Another thread then has to end the waiting.
+            half, errand = talk._timeout / 2, self._errand  # from there on, others see that this rank lives
+            transport._vigil.watch(errand, lambda: talk._until(errand, entry.what, timeout=half), quiet=half)
 
     def _sent_at_once(self) -> Errand[None]:
         try:

@@ -281,15 +281,15 @@ class Vigil:
     """Watches, in one carrier, transfers that no caller waits for, in the order of their posts."""
 
     def __init__(self) -> None:
-        self._watched: deque[tuple[Transfer, Callable[[], None]]] = deque()
+        self._watched: deque[tuple[Transfer | Errand[Any], Callable[[], None], float]] = deque()
         self._lock = threading.Lock()
         self._is_kept = False
         self.error: TransportError | None = None
 
-    def watch(self, transfer: Transfer, see_to_it: Callable[[], None]) -> None:
-        """`see_to_it` returns when the transfer is over, and raises when it cannot be."""
+    def watch(self, transfer: Transfer | Errand[Any], see_to_it: Callable[[], None], quiet: float = _QUIET) -> None:
+        """`see_to_it` returns when the transfer is over, and raises when it cannot be; called after `quiet` seconds."""
         with self._lock:
-            self._watched.append((transfer, see_to_it))
+            self._watched.append((transfer, see_to_it, quiet))
             is_kept, self._is_kept = self._is_kept, True
         if not is_kept:
             send_carrier(self._keep)
@@ -301,14 +301,14 @@ class Vigil:
 
     def _keep(self, errand: Errand[None]) -> None:
         while (watched := self._next()) is not None:
-            transfer, see_to_it = watched
-            transfer.is_over(within=_QUIET)  # alone: who asks the board keeps callers from it
+            transfer, see_to_it, quiet = watched
+            transfer.is_over(within=quiet)
             try:
                 see_to_it()
             except TransportError as error:
                 self.error = error
 
-    def _next(self) -> tuple[Transfer, Callable[[], None]] | None:
+    def _next(self) -> tuple[Transfer | Errand[Any], Callable[[], None], float] | None:
         with self._lock:
             if self.error is not None:
                 self._watched.clear()
