@@ -1,15 +1,14 @@
 """The index that torch.distributed.checkpoint keeps of a checkpoint, read without trusting who wrote it.
 
-It is a pickle, and torch reads it with pickle.load, which runs whatever the file asks for. Here a name in it stands for
-one of the index's own classes or is refused, and every number is checked against the manifest before it is used.
+It is a pickle, and torch reads it with pickle.load, which runs whatever the file asks for. Here it is read as data, by
+`unpickling`; every number is checked against the manifest; and only then torch's own objects are made, by this module.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import pickle
-from typing import Any, NoReturn
+from collections.abc import Container
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
@@ -18,114 +17,220 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    TensorProperties,
     TensorStorageMetadata,
 )
 
-from .manifest import INDEX, Damaged, Manifest
+from . import unpickling
+from .manifest import INDEX, Damaged, Manifest, shown
+from .unpickling import Call, Name, Pairs, Stranger, Unreadable
 
-_CLASSES = {
-    filesystem._StorageInfo,
-    metadata._MEM_FORMAT_ENCODING,
-    metadata.BytesStorageMetadata,
-    metadata.ChunkStorageMetadata,
-    metadata.Metadata,
-    metadata.MetadataIndex,
-    metadata.StorageMeta,
-    metadata.TensorProperties,
-    metadata.TensorStorageMetadata,
-}
-_NAMED: dict[tuple[str, str], Any] = {
-    **{(known.__module__, known.__name__): known for known in _CLASSES},
-    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # a look into a table of layouts
-}
+LARGEST = 2**63 - 1  # of sizes, offsets and whole numbers
+DIMENSIONS = 64  # of a tensor, at most, as in torch
+LONGEST_PATH = 100  # names from the top of a state to a value in it
+MOST_FIELDS = 20  # of one of torch's dataclasses, which have at most six
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        try:
-            return _NAMED[module_name, global_name]
-        except KeyError:
-            raise _Stranger(f"{module_name}.{global_name}") from None
-
-    def persistent_load(self, pid: Any) -> NoReturn:
-        raise _Stranger("something outside the file")
+def _of(known: Any) -> Name:
+    return Name(known.__module__, known.__name__)
 
 
-class _Stranger(Exception):
-    """A name that has no place in an index."""
+_INDEX, _TENSOR, _BYTES, _CHUNK, _KEY, _PROPERTIES, _FORMAT, _META = map(
+    _of,
+    (
+        metadata.Metadata,
+        metadata.TensorStorageMetadata,
+        metadata.BytesStorageMetadata,
+        metadata.ChunkStorageMetadata,
+        metadata.MetadataIndex,
+        metadata.TensorProperties,
+        metadata._MEM_FORMAT_ENCODING,
+        metadata.StorageMeta,
+    ),
+)
+_PLACE, _SIZE, _LAYOUT = _of(filesystem._StorageInfo), Name("torch", "Size"), Name("torch.serialization", "_get_layout")
+_STRIDED = ("torch.strided",)
+_DTYPES = {Name("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_NAMES = (_INDEX, _TENSOR, _BYTES, _CHUNK, _KEY, _PROPERTIES, _FORMAT, _META, _PLACE, _SIZE, _LAYOUT, *_DTYPES)
 
 
 def read(content: bytes, manifest: Manifest) -> Metadata:
     """The index, if it speaks of this checkpoint's files and of nothing else."""
+    others = manifest.bytes - manifest.files[INDEX].bytes
+    if len(content) > (1 << 20) + others:  # a place takes some 200 bytes here, and a thousand and more in its file
+        raise Damaged(f"{INDEX} has {len(content)} bytes, for files of {others} bytes")
     try:
-        index = _Unpickler(io.BytesIO(content)).load()
-        _check(index, manifest)
-    except Damaged:
-        raise
-    except _Stranger as name:
+        told = unpickling.load(content, _NAMES)
+    except Stranger as name:
         raise Damaged(f"{INDEX} asks for {name}, which no index needs: it could run code, and is not read") from None
-    except Exception as error:  # bytes that anyone may have written fail in any way
-        raise Damaged(f"{INDEX} is not an index of torch.distributed.checkpoint ({error!r})") from None
-    return index
+    except Unreadable as why:
+        raise Damaged(f"{INDEX} is not an index of torch.distributed.checkpoint: {why}") from None
+    try:
+        return _made(told, manifest)
+    except _Wrong as why:
+        raise Damaged(f"{INDEX} cannot be right: {why}") from None
 
 
-def _check(index: Any, manifest: Manifest) -> None:
-    _insist(type(index) is Metadata, f"it holds a {type(index).__name__}")
-    described: Any = index.state_dict_metadata
-    places: Any = index.storage_data
-    _insist(type(described) is dict and type(places) is dict and type(index.planner_data) is dict, "a part is missing")
-    _insist(set(index.planner_data) == set(described), "keys and paths differ")
-    for place in places.values():
-        _check_place(place, manifest)
-    key: Any  # until it was checked
-    for key, about in described.items():
-        _check_path(key, index.planner_data[key])
-        if type(about) is BytesStorageMetadata:
-            _insist(MetadataIndex(key) in places, f"{key} is nowhere")
-        else:
-            _check_tensor(key, about, places)
+class _Wrong(Exception):
+    """What is wrong with an index."""
 
 
-def _check_place(place: Any, manifest: Manifest) -> None:
-    _insist(type(place) is filesystem._StorageInfo, f"a place is a {type(place).__name__}")
-    _insist(place.relative_path in manifest.files, f"it points to {place.relative_path!r}, outside the manifest")
-    _insist(place.transform_descriptors is None, "it asks for a transformation")
-    _insist(_are_whole((place.offset, place.length)), f"{place} lies nowhere")
-    size = manifest.files[place.relative_path].bytes
-    _insist(place.offset + place.length <= size, f"{place} ends after {size} bytes")
+def _made(told: Any, manifest: Manifest) -> Metadata:
+    whole = _fields(told, _INDEX)
+    described, paths, places = (
+        _pairs(whole.get(part)) for part in ("state_dict_metadata", "planner_data", "storage_data")
+    )
+    if len(places) != sum(_parts(about) for _, about in described):  # before any of them is looked at
+        raise _Wrong(f"it has {len(places)} places, and not as many parts")
+    made = Metadata(
+        state_dict_metadata={_text(key): _described(about) for key, about in described},
+        planner_data={_text(key): _path(path) for key, path in paths},
+        storage_data={_key(key): _place(place, manifest) for key, place in places},
+    )
+    if (
+        not len(described) == len(paths) == len(made.planner_data)
+        or made.planner_data.keys() != made.state_dict_metadata.keys()
+    ):
+        raise _Wrong("keys and paths differ")
+    if len(made.storage_data) != len(places):
+        raise _Wrong("two places are of one part")
+    for key, about in made.state_dict_metadata.items():
+        _check(key, about, made.storage_data)
+    return made
 
 
-def _check_path(key: Any, path: Any) -> None:
-    _insist(type(key) is str and type(path) is tuple and len(path) > 0, f"{key!r} has no path")
-    _insist(all(type(part) in (str, int) for part in path), f"{key!r} has the path {path!r}")
-
-
-def _check_tensor(key: str, about: Any, places: dict[Any, Any]) -> None:
-    _insist(type(about) is TensorStorageMetadata, f"{key} is a {type(about).__name__}")
-    _insist(type(about.size) is torch.Size and _are_whole(about.size), f"{key} has size {about.size!r}")
-    _insist(type(about.properties.dtype) is torch.dtype, f"{key} has no dtype")
+def _check(key: str, about: TensorStorageMetadata | BytesStorageMetadata, places: Container[MetadataIndex]) -> None:
+    """That all of it is there."""
+    if isinstance(about, BytesStorageMetadata):
+        if MetadataIndex(key) not in places:
+            raise _Wrong(f"{shown(key)} is nowhere")
+        return
     for chunk in about.chunks:
-        _insist(type(chunk) is ChunkStorageMetadata and _is_inside(chunk, about.size), f"{key} has a part {chunk!r}")
-        _insist(MetadataIndex(key, chunk.offsets) in places, f"a part of {key} is nowhere")
-    offsets = {tuple(chunk.offsets) for chunk in about.chunks}
-    held = sum(math.prod(chunk.sizes) for chunk in about.chunks)
-    is_whole = held == math.prod(about.size) and len(offsets) == len(about.chunks) > 0
-    _insist(is_whole, f"the parts of {key} have {held} of {math.prod(about.size)} elements")
+        if not _is_inside(chunk, about.size):
+            raise _Wrong(f"{shown(key)} of size {list(about.size)} has a part {chunk}")
+        if MetadataIndex(key, chunk.offsets) not in places:
+            raise _Wrong(f"a part of {shown(key)} is nowhere")
+    offsets = {chunk.offsets for chunk in about.chunks}
+    held, whole = sum(math.prod(chunk.sizes) for chunk in about.chunks), math.prod(about.size)
+    if held != whole or not len(offsets) == len(about.chunks) > 0:
+        raise _Wrong(f"the parts of {shown(key)} have {held} of {whole} elements")
 
 
 def _is_inside(chunk: ChunkStorageMetadata, size: torch.Size) -> bool:
-    are_sizes = all(type(part) is torch.Size and _are_whole(part) for part in (chunk.offsets, chunk.sizes))
-    if not are_sizes or not len(chunk.offsets) == len(chunk.sizes) == len(size):
+    if not len(chunk.offsets) == len(chunk.sizes) == len(size):
         return False
     return all(at + long <= end for at, long, end in zip(chunk.offsets, chunk.sizes, size, strict=True))
 
 
-def _are_whole(numbers: Any) -> bool:
-    return all(type(number) is int and number >= 0 for number in numbers)
+# ------------------------------------------------------------------------------------------------ torch's objects
 
 
-def _insist(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise Damaged(f"{INDEX} cannot be right: {otherwise}")
+def _described(told: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if _is_new(told, _BYTES):
+        return BytesStorageMetadata()
+    state = _fields(told, _TENSOR)
+    chunks = [_chunk(chunk) for chunk in state["chunks"]]
+    return TensorStorageMetadata(_properties(state.get("properties")), _size(state.get("size")), chunks)
+
+
+def _parts(told: Any) -> int:
+    """How many places a tensor, or a value, needs."""
+    if _is_new(told, _BYTES):
+        return 1
+    chunks = _fields(told, _TENSOR).get("chunks")
+    if type(chunks) is not list:
+        raise _Wrong("a tensor has no list of parts")
+    return len(chunks)
+
+
+def _properties(told: Any) -> TensorProperties:
+    """A tensor's dtype. Of the rest, which torch calls deprecated, all tensors that are saved have the same."""
+    state = told.state if _is_new(told, _PROPERTIES) else None
+    if type(state) is not tuple or len(state) != 5:
+        raise _Wrong("a tensor has no properties")
+    dtype, layout = state[:2]
+    if type(dtype) is not Name or dtype not in _DTYPES:
+        raise _Wrong("a tensor has no dtype")
+    if type(layout) is not Call or layout.name is not _LAYOUT or layout.args != _STRIDED:
+        raise _Wrong("a tensor is not strided")
+    return TensorProperties(dtype=_DTYPES[dtype])
+
+
+def _chunk(told: Any) -> ChunkStorageMetadata:
+    state = _fields(told, _CHUNK)
+    return ChunkStorageMetadata(_size(state.get("offsets")), _size(state.get("sizes")))
+
+
+def _key(told: Any) -> MetadataIndex:
+    state = _fields(told, _KEY)
+    offset, hint = state.get("offset"), state.get("index")
+    if hint is not None and not _is_whole(hint):
+        raise _Wrong(f"a part has the number {shown(hint)}")
+    return MetadataIndex(_text(state.get("fqn")), None if offset is None else _size(offset), hint)
+
+
+def _place(told: Any, manifest: Manifest) -> filesystem._StorageInfo:
+    state = _fields(told, _PLACE)
+    path, offset, length = state.get("relative_path"), state.get("offset"), state.get("length")
+    if type(path) is not str or path not in manifest.files:
+        raise _Wrong(f"it points to {shown(path)}, outside the manifest")
+    if state.get("transform_descriptors") is not None:
+        raise _Wrong("it asks for a transformation")
+    if not _is_whole(offset) or not _is_whole(length) or offset + length > manifest.files[path].bytes:
+        raise _Wrong(f"a place in {path} is {shown(offset)} and {shown(length)} of {manifest.files[path].bytes} bytes")
+    return filesystem._StorageInfo(path, offset, length)
+
+
+def _path(told: Any) -> tuple[str | int, ...]:
+    if type(told) is not tuple or not 0 < len(told) <= LONGEST_PATH:
+        raise _Wrong("a value has no path")
+    if not all(type(part) is str or _is_whole(part) for part in told):
+        raise _Wrong(f"a value has the path {shown(told)}")
+    return told
+
+
+def _size(told: Any) -> torch.Size:
+    """Its product is bounded too, and without the dimensions that are empty, which would leave the others free."""
+    numbers = told.args[0] if type(told) is Call and told.name is _SIZE and len(told.args) == 1 else None
+    if type(numbers) is not tuple or len(numbers) > DIMENSIONS or not all(map(_is_whole, numbers)):
+        raise _Wrong(f"a tensor has the size {shown(numbers)}")
+    if math.prod(number or 1 for number in numbers) > LARGEST:
+        raise _Wrong(f"a tensor has the size {shown(numbers)}, more than there can be")
+    return torch.Size(numbers)
+
+
+# ------------------------------------------------------------------------------------------------ parts of a pickle
+
+
+def _is_new(told: Any, name: Name) -> bool:
+    return type(told) is Call and told.name is name and not told.args
+
+
+def _fields(told: Any, name: Name) -> dict[Any, Any]:
+    """The state of an object of that class."""
+    if not _is_new(told, name):
+        raise _Wrong(f"it has {_kind(told)} where {name.name} belongs")
+    state = told.state
+    if type(state) is not Pairs or len(state) > 2 * MOST_FIELDS or not all(type(key) is str for key in state[::2]):
+        raise _Wrong(f"{name.name} lacks its fields")
+    return dict(zip(state[::2], state[1::2], strict=True))
+
+
+def _pairs(told: Any) -> list[tuple[Any, Any]]:
+    if type(told) is not Pairs:
+        raise _Wrong("a part is missing")
+    return list(zip(told[::2], told[1::2], strict=True))
+
+
+def _text(told: Any) -> str:
+    if type(told) is not str:
+        raise _Wrong(f"a key is of type {_kind(told)}")
+    return told
+
+
+def _kind(told: Any) -> str:
+    return str(told.name) if type(told) is Call else type(told).__name__
+
+
+def _is_whole(number: Any) -> bool:
+    return type(number) is int and 0 <= number <= LARGEST

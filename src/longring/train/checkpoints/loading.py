@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from ...errors import ArgumentError
-from . import index, manifest
+from . import archives, index, manifest
 from .finding import Found
 from .manifest import INDEX, Damaged, Manifest
 from .meeting import Meeting
@@ -60,13 +60,7 @@ def _load(path: Path, trusted: Manifest, state: dict[str, Any], per_rank: dict[s
         _check(top, planner, known)
     if per_rank:
         _check(RANKS, planner, known, own)
-    reader = FileSystemReader(path)
-    reader.set_up_storage_reader(known, is_coordinator=False)
-    try:
-        reader.read_data(planner.create_local_plan(), planner).wait()
-    except pickle.UnpicklingError as error:
-        line = str(error).partition("\n")[0]
-        raise Damaged(f"{path} holds what only running code could read, and is not read: {line}") from None
+    _read(path, planner, known)
     state.update((key, whole[key]) for key in state)
     if per_rank:
         per_rank.update(whole[RANKS][own])
@@ -106,12 +100,37 @@ def _tensor(size: torch.Size, dtype: torch.dtype) -> str:
 
 
 class _Planner(DefaultLoadPlanner):
-    """torch's planner, which would load a plain value by running whatever its pickle asks for."""
+    """torch's planner, without its habit of looking for keys of older versions of itself."""
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
         return create_default_local_load_plan(self.state_dict, self.metadata)
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        loaded = torch.load(value, weights_only=True)
-        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
+
+def _read(path: Path, planner: _Planner, known: Metadata) -> None:
+    """What torch's own reader does, by way of torch.load."""
+    by_file: dict[str, list[tuple[ReadItem, _StorageInfo]]] = {}
+    for item in planner.create_local_plan().items:
+        place = known.storage_data[item.storage_index]
+        by_file.setdefault(place.relative_path, []).append((item, place))
+    for name, items in by_file.items():
+        with (path / name).open("rb") as file:
+            for item, place in items:
+                _fill(planner, known, item, file, place)
+
+
+def _fill(planner: _Planner, known: Metadata, item: ReadItem, file: IO[bytes], place: _StorageInfo) -> None:
+    key, at = item.dest_index.fqn, (file, place.offset, place.length)
+    try:
+        if item.type == LoadItemType.BYTE_IO:
+            set_element(planner.original_state_dict, planner.mappings[key], archives.value(*at))
+            return
+        about = known.state_dict_metadata[key]
+        assert isinstance(about, TensorStorageMetadata)
+        assert item.storage_index.index is not None
+        sizes = about.chunks[item.storage_index.index].sizes
+        found = archives.tensor(*at, about.properties.dtype, sizes)
+    except Damaged as why:
+        raise Damaged(f"{place.relative_path} cannot be right about {key}: {why}") from None
+    part = narrow_tensor_by_index(found, item.storage_offsets, item.lengths)
+    planner.resolve_tensor(item).detach().copy_(part)

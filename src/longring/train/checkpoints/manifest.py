@@ -6,6 +6,7 @@ import hashlib
 import json
 import platform
 import re
+import reprlib
 import stat
 import sys
 import time
@@ -22,8 +23,14 @@ from .durable import Facts, write
 FORMAT = 1
 NAME, SUM = "manifest.json", "manifest.sha256"
 INDEX = ".metadata"  # where torch.distributed.checkpoint says what is in which file
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]*[A-Za-z0-9_-]")
-_LARGEST = 1 << 28  # bytes; nothing is read whole that could not be a manifest
+LARGEST = 2**63 - 1  # of steps and sizes
+RANKS = 1_000_000  # at most
+DEEPEST = 50  # lists and dicts within each other
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{,99}[A-Za-z0-9_-]")
+_CHECKSUM = re.compile(r"[0-9a-f]{64}")
+_SIZES = {NAME: 1 << 24, SUM: 1 << 10, INDEX: 1 << 28}  # bytes that a file has at most which is read whole
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 100
 
 
 class Damaged(CheckpointError):
@@ -42,13 +49,25 @@ class Manifest:
         return sum(facts.bytes for facts in self.files.values())
 
 
+def shown(value: Any) -> str:
+    """What stands in a file that anyone may have written, for a message: not long, nor anything to a terminal."""
+    return _SHORT.repr(value)
+
+
 def check_about(about: Any) -> None:
     try:
-        is_kept = isinstance(about, dict) and json.loads(_dumped(about)) == about
-    except (TypeError, ValueError) as error:
+        text = _dumped(about)
+        is_kept = isinstance(about, dict) and json.loads(text) == about
+    except (TypeError, ValueError, RecursionError) as error:
         raise ArgumentError(f"about must be what JSON can hold: {error}") from None
     if not is_kept:
         raise ArgumentError("about must come back from JSON as it is: a dict with keys of str, lists and no tuples")
+    size, most = len(text.encode()), _SIZES[NAME] // 2
+    if size > most or _is_deep(about, DEEPEST - 1):
+        raise ArgumentError(
+            f"about must have at most {most} bytes, and {DEEPEST - 1} lists and dicts within each other; it has {size} "
+            "bytes. What is larger belongs into the state"
+        )
 
 
 def _dumped(content: Any) -> str:
@@ -91,34 +110,62 @@ def get(folder: Path) -> Manifest:
 
 
 def _content(path: Path) -> bytes:
-    size = _size(path)
-    if size > _LARGEST:
-        raise Damaged(f"{path.name} has {size} bytes, far more than any manifest")
+    size, most = _size(path), _SIZES[path.name]
+    if size > most:
+        raise Damaged(f"{path.name} has {size} bytes, far more than any needs, which is {most}")
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            return file.read(most + 1)
     except OSError as error:
         raise Damaged(f"{path.name} cannot be read: {error.strerror}") from None
 
 
 def _parsed(text: bytes) -> Manifest:
     try:
-        content = json.loads(text)
-        version = content["format"]
-    except (ValueError, RecursionError, KeyError, TypeError):
+        content = json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError):
         raise Damaged(f"{NAME} is not a manifest") from None
-    if version != FORMAT:
-        raise Damaged(f"it has format {version!r}, and this version of longring reads format {FORMAT}")
-    try:
-        files = {name: Facts(int(facts["bytes"]), str(facts["sha256"])) for name, facts in content["files"].items()}
-        manifest = Manifest(int(content["step"]), int(content["ranks"]), files, dict(content["about"]))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{NAME} lacks what format {FORMAT} has: {error!r}") from None
-    if manifest.ranks < 1 or manifest.step < 0:
-        raise Damaged(f"{NAME} says step {manifest.step}, written by {manifest.ranks} ranks")
-    for name in {*files, INDEX}:
+    if type(content) is not dict or "format" not in content or _is_deep(content, DEEPEST):
+        raise Damaged(f"{NAME} is not a manifest")
+    version = content["format"]
+    if type(version) is not int or version != FORMAT:
+        raise Damaged(f"it has format {shown(version)}, and this version of longring reads format {FORMAT}")
+    step, ranks, files, about = (content.get(name) for name in ("step", "ranks", "files", "about"))
+    if not _is_whole(step, 0, LARGEST) or not _is_whole(ranks, 1, RANKS):
+        raise Damaged(f"{NAME} says step {shown(step)}, written by {shown(ranks)} ranks")
+    if type(files) is not dict or type(about) is not dict:
+        raise Damaged(f"{NAME} lacks what format {FORMAT} has: files, and what they are about")
+    for name in (*files, INDEX):
         if not _PLAIN_NAME.fullmatch(name) or name not in files:
-            raise Damaged(f"{NAME} lists no file {INDEX}, or one that is not a plain name: {name!r}")
-    return manifest
+            raise Damaged(f"{NAME} lists no file {INDEX}, or one that is not a plain name: {shown(name)}")
+    return Manifest(step, ranks, {name: _facts(name, told) for name, told in files.items()}, about)
+
+
+def _facts(name: str, told: Any) -> Facts:
+    size, sha256 = (told.get("bytes"), told.get("sha256")) if type(told) is dict else (None, None)
+    if not _is_whole(size, 0, LARGEST) or type(sha256) is not str or not _CHECKSUM.fullmatch(sha256):
+        raise Damaged(f"{NAME} lacks what format {FORMAT} has: the size and checksum of {name}")
+    return Facts(size, sha256)
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _is_whole(value: Any, least: int, most: int) -> bool:
+    return type(value) is int and least <= value <= most  # which True, 4.0 and "4" are not
+
+
+def _is_deep(content: Any, deepest: int) -> bool:
+    """Whether more is within each other than one can walk through, and send to another rank, without a thought."""
+    level = [content]
+    for _ in range(deepest):
+        level = [inner for outer in level if type(outer) in (list, dict) for inner in _inner(outer)]
+    return any(type(outer) in (list, dict) for outer in level)
+
+
+def _inner(outer: list[Any] | dict[str, Any]) -> Iterable[Any]:
+    return outer.values() if isinstance(outer, dict) else outer
 
 
 def _check_size(path: Path, facts: Facts) -> None:

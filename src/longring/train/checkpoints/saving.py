@@ -103,6 +103,8 @@ class _Saving:
         for name, number, least in (("step", self.step, 0), ("keep", self.keep, 1)):
             if type(number) is not int or number < least:
                 raise ArgumentError(f"{name} must be a whole number of at least {least}, got {number!r}")
+            if number > manifest.LARGEST:
+                raise ArgumentError(f"{name} must be below 2**63")
         if not isinstance(state, dict) or not state or not all(type(key) is str for key in state):
             raise ArgumentError("state must be a dict with keys of str, and not be empty")
         if RANKS in state:
