@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
+import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -248,6 +251,52 @@ def test_other_ranks_go_on_with_the_batch_of_before_unless_one_is_named(data, tm
     told = [json.loads(done.stdout) for done in runs]
     assert [one["arguments"]["batch"] for one in told] == [2, 2, 1]
     assert ["--batch 1" in " ".join(one["notes"]) for one in told] == [False, True, False]
+
+
+# --------------------------------------------------------------------------------- checkpoints that cannot be used
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_ends_with_exit_code_1_unless_told(whole, data, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(whole[1], out)
+    for place in out.glob("step-*"):
+        (place / ".metadata").write_bytes(b"")
+    words = ("--data", data, "--ranks", 2, *SMALL, "--steps", 3)
+    refused = longring(*words, "--out", out)
+    assert (refused.returncode, refused.stdout.count("skipped step-")) == (1, 3)
+    assert refused.stderr.startswith(f"error: --out {out} has 3 checkpoints, and none is whole: step-00000100: ")
+    assert refused.stderr.endswith("or say --restart-if-damaged to begin at step 1\n")
+    assert refused.stderr.count("\n") == 1
+    (tmp_path / "run.toml").write_text("restart_if_damaged = true\n")
+    again = longring(*words, "--out", out, "--config", tmp_path / "run.toml")
+    assert (again.returncode, again.stderr) == (0, "")
+    assert "begins again at step 1, as --restart-if-damaged says" in again.stdout
+    assert len(losses(out)) == 3
+
+
+def test_a_forged_checkpoint_is_one_line_and_an_exit_code(whole, data, tmp_path):
+    """Of a model that is not there: 1. Of another program: 2."""
+    words, forged = ("--data", data, "--ranks", 1, *SMALL, "--steps", 3), tmp_path / "forged"
+    shutil.copytree(whole[1], forged)
+    (newest,) = forged.glob("step-00000100")
+    changed_about(newest, vocabulary=2**31)
+    judged = longring("eval", forged, "--device", "cpu", "--ranks", 1, before=COMMAND[:-1])
+    assert judged.returncode == 1
+    assert re.fullmatch(r"error: \S+ says that its model has [\d,]+ weights and more, .* bytes\n", judged.stderr)
+    changed_about(newest, config=None)
+    done = longring(*words, "--out", forged)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"error: {newest} was written by another version of longring, or by another ")
+    assert done.stderr.endswith("it has no config\n")
+    assert done.stderr.count("\n") == 1
+
+
+def changed_about(place: Path, **changes) -> None:
+    """Rightly signed."""
+    told = json.loads((place / "manifest.json").read_bytes())
+    text = json.dumps(told | {"about": told["about"] | changes}).encode()
+    (place / "manifest.json").write_bytes(text)
+    (place / "manifest.sha256").write_text(f"{hashlib.sha256(text).hexdigest()}  manifest.json\n")
 
 
 # ------------------------------------------------------------------------------------------------------ the plan

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.processes
 
 SAVE_EVERY, KEEP = 3, 3
 WORDS = {"save_every": SAVE_EVERY, "keep": KEEP, "timeout": 30.0, "batch": 1, "context_ranks": None}
+WORDS["restart_if_damaged"] = True  # which is what happens when the only one that was saved is damaged
 STEPS_A_KILL = 12  # at most, and one save more: so that no run is over before it is killed
 EXACT = 1e-9  # between float64 runs on other ranks, as in test_train_curves: far below what float32 would be allowed
 

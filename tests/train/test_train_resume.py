@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from training_curves import SMALL, launched, losses, refusals, settings, write_corpus
+from checkpoint_attacks import sealed
+from training_curves import SMALL, launched, losses, outcomes, refusals, settings, write_corpus
 
 from longring import ArgumentError, RankFailed, launch
+from longring.train import checkpoints
 from longring.train.job import Job
 from longring.train.tasks import corpus_of
 
@@ -169,14 +173,189 @@ def test_a_run_inside_its_data_goes_on(tmp_path):
         corpus_of(settings(1, data, data=str(data), steps=6))
 
 
-def test_where_no_checkpoint_is_whole_it_says_that_it_begins_anew(corpus, tmp_path):
-    config = settings(1, tmp_path, data=corpus, steps=3)
-    launched([config])
-    for path in tmp_path.glob("step-*/*.distcp"):
+@pytest.fixture(scope="module")
+def three_steps(corpus, tmp_path_factory):
+    """A run's folder after three steps, to be copied, and its settings."""
+    out = tmp_path_factory.mktemp("three") / "out"
+    words = {"data": corpus, "steps": 4}
+    launched([settings(1, out, **words | {"steps": 3, "warmup": 1})])
+    return out, words | {"warmup": 1}
+
+
+def copies(three_steps, tmp_path, ranks=1, **changes):
+    """For each change a copy of the folder that it was made in, and settings that would go on there."""
+    out, words = three_steps
+    for name, change in changes.items():
+        shutil.copytree(out, tmp_path / name)
+        change(tmp_path / name)
+    return [settings(ranks, tmp_path / name, **words) for name in changes]
+
+
+def all_damaged(out):
+    for path in out.glob("step-*/*.distcp"):
         path.write_bytes(path.read_bytes()[:-1])
-    (report,) = launched([config])
-    assert report.resumed_from is None
-    assert any("no whole checkpoint is left" in note and "begins anew" in note for note in report.notes)
+
+
+def renamed_to(fate):
+    def change(out):
+        (path,) = out.glob("step-*")
+        path.rename(path.with_name(f"{path.name}.{fate}-01234567"))
+
+    return change
+
+
+def test_where_all_checkpoints_are_damaged_it_does_not_begin_again_unasked(three_steps, tmp_path):
+    """All ranks say the same, and leave the folder as it is; one that was killed before its first save begins."""
+    changes = {"damaged": all_damaged, "deleting": renamed_to("deleting"), "asked": all_damaged}
+    configs = copies(three_steps, tmp_path, 2, **changes, saving=renamed_to("saving"))
+    configs[2] = replace(configs[2], restart_if_damaged=True)
+    before = {path: path.read_bytes() for path in (tmp_path / "damaged").glob("*/*")}
+    ranks = launch(outcomes, configs, ranks=2, timeout=110)
+    assert ranks[0][:2] == ranks[1][:2]
+    damaged, deleting, asked, saving = ranks[0]
+    (name,) = (path.name for path in (tmp_path / "damaged").glob("step-*"))
+    assert damaged.startswith(
+        f"CheckpointError: --out {tmp_path / 'damaged'} has 1 checkpoint, and none is whole: {name}: __0_0.distcp has "
+    )
+    assert damaged.endswith(
+        "They are kept as they are. Put a copy in their place, take another --out, or say "
+        "--restart-if-damaged to begin at step 1"
+    )
+    assert {path: path.read_bytes() for path in before} == before
+    assert "it was being deleted. They are kept" in deleting
+    assert asked.startswith("from None to 4; ")
+    assert "begins again at step 1, as --restart-if-damaged says" in asked
+    assert saving.startswith("from None to 4; ")
+    assert "no checkpoint was ever completed" in saving
+
+
+def about_is(change):
+    """Rightly signed."""
+
+    def changed(out):
+        (place,) = out.glob("step-*")
+        told = json.loads((place / "manifest.json").read_bytes())
+        told["about"] = change(told["about"])
+        sealed(place, json.dumps(told).encode())
+
+    return changed
+
+
+ABOUT = {
+    "nothing": (lambda about: {}, "it has no sequences"),
+    "no_config": (lambda about: {k: v for k, v in about.items() if k != "config"}, "it has no config"),
+    "config_null": (lambda about: about | {"config": None}, "it has no config"),
+    "config_list": (lambda about: about | {"config": [1]}, "it has no config"),
+    "config_text": (lambda about: about | {"config": "small"}, "it has no config"),
+    "config_empty": (
+        lambda about: about | {"config": {}},
+        "its config leaves context, dim, layers, heads, batch, dtype open",
+    ),
+    "config_other": (lambda about: about | {"config": about["config"] | {"a b": 1}}, "its config has other names"),
+    "config_wide": (
+        lambda about: about | {"config": about["config"] | {"dim": "wide"}},
+        "in its config, --dim must be a whole",
+    ),
+    "config_batch": (
+        lambda about: about | {"config": about["config"] | {"batch": 1e400}},
+        "in its config, --batch must be",
+    ),
+    "text": (lambda about: about | {"sequences": "many"}, "its sequences is no whole number"),
+    "float": (lambda about: about | {"sequences": 4.7}, "its sequences is no whole number"),
+    "negative": (lambda about: about | {"sequences": -1}, "its sequences is no whole number"),
+    "large": (lambda about: about | {"sequences": 10**30}, "its sequences is no whole number"),
+    "vocabulary": (lambda about: about | {"vocabulary": "257"}, "its vocabulary is no whole number"),
+    "corpus": (lambda about: about | {"corpus": ["text"]}, "its corpus is no text"),
+    "fingerprint": (lambda about: about | {"fingerprint": None}, "its fingerprint is no text"),
+}
+
+
+def test_what_a_checkpoint_says_about_its_run_is_checked(three_steps, tmp_path):
+    configs = copies(three_steps, tmp_path, **{name: about_is(change) for name, (change, _) in ABOUT.items()})
+    for text, (name, (_, why)) in zip(launch(outcomes, configs, ranks=1, timeout=110)[0], ABOUT.items(), strict=True):
+        if name == "config_batch":  # JSON has no such number, so that it is damaged
+            assert text.startswith("CheckpointError: ")
+            assert "none is whole" in text
+            continue
+        assert text.startswith(f"ArgumentError: {tmp_path / name}/step-00000003 was written by another version of "), (
+            name
+        )
+        assert why in text
+
+
+def holding(change):
+    """A checkpoint of the same run, saved as any is, with something else in it."""
+
+    def changed(out):
+        found = checkpoints.find(out)
+        job = Job(settings(1, out), SimpleNamespace(device=torch.device("cpu")), None, vocabulary=257)
+        state, own = job.state(), job.own_state()
+        checkpoints.load(found, state, per_rank=own)
+        change(state, own["random"])
+        checkpoints.save(out, found.step, state, per_rank=own, about=found.about, keep=1)
+        checkpoints.release(out)
+
+    return changed
+
+
+def _filled(part, value):
+    def change(state, _):
+        kept = state["optimiser"]["state"]
+        for tensor in (state["model"] if part == "model" else {name: kept[name][part] for name in kept}).values():
+            tensor.fill_(value)
+
+    return change
+
+
+def _random(name, value):
+    return lambda _, random_: random_.__setitem__(name, value(random_[name]) if callable(value) else value)
+
+
+VALUES = {
+    "weights_nan": (_filled("model", float("nan")), r"its weights \S+ have nan or inf in them, as they were saved"),
+    "weights_inf": (_filled("model", float("-inf")), r"its weights \S+ have nan or inf in them"),
+    "moments_inf": (_filled("exp_avg", float("inf")), r"its optimiser's exp_avg of \S+ have nan or inf"),
+    "moments_nan": (_filled("exp_avg_sq", float("nan")), r"its optimiser's exp_avg_sq of \S+ have nan"),
+    "moments_negative": (_filled("exp_avg_sq", -1.0), r"its optimiser's exp_avg_sq of \S+ is negative"),
+    "steps_negative": (_filled("step", -1.0), r"its optimiser's step of \S+ is negative"),
+    "python_large": (_random("python", lambda was: (was[0], (10**30,) * 625, None)), "of Python are in a state"),
+    "python_short": (_random("python", lambda was: (was[0], was[1][:5], None)), "of Python are in a state"),
+    "python_text": (_random("python", "state"), "random numbers are in a state"),
+    "python_index": (_random("python", lambda was: (3, (*was[1][:624], 700), None)), "random numbers are in a state"),
+    "python_old": (_random("python", lambda was: (2, *was[1:])), "of Python are in a state"),
+    "numpy_place": (_random("numpy", lambda was: (*was[:2], 10**6, *was[3:])), "of numpy are in a state"),
+    "numpy_large": (_random("numpy", lambda was: (was[0], [10**30] * 624, *was[2:])), "of numpy are in a state"),
+    "numpy_name": (_random("numpy", lambda was: ("PCG64", *was[1:])), "of numpy are in a state"),
+    "torch_short": (_random("torch", b"12345"), "random numbers are in a state"),
+    "torch_text": (_random("torch", "state"), "of torch are in a state"),
+    "torch_zeros": (_random("torch", lambda was: bytes(len(was))), "random numbers are in a state"),
+    "gpu": (_random("cuda", [1, 2]), "of the GPU are in a state"),
+    "settings": (lambda state, _: state["optimiser"]["param_groups"][0].update(lr="fast", eps=[]), None),
+    "names": (lambda state, _: state["optimiser"]["param_groups"][0]["params"].__setitem__(0, "other"), None),
+    "weights_large": (_filled("model", 1e300), "which no step has changed yet: they are of no use"),
+}
+
+
+def test_values_that_no_run_saves_are_refused_by_name(three_steps, tmp_path):
+    """Though every checksum is right. The optimiser's settings in it do not matter: they are the config's."""
+    configs = copies(three_steps, tmp_path, **{name: holding(change) for name, (change, _) in VALUES.items()})
+    for text, (name, (_, why)) in zip(launch(outcomes, configs, ranks=1, timeout=110)[0], VALUES.items(), strict=True):
+        if why is None:
+            assert text.startswith("from 3 to 4; "), name
+            continue
+        kind = "NotFinite" if name == "weights_large" else "CheckpointError"
+        assert re.match(f"{kind}: .*{why}", text), f"{name}: {text}"
+        assert f"{tmp_path / name}/step-00000003" in text
+    assert losses(tmp_path / "settings") == losses(tmp_path / "names")
+
+
+def test_weights_that_no_run_saves_are_no_weights_to_begin_with(three_steps, tmp_path):
+    out, words = three_steps
+    shutil.copytree(out, tmp_path / "nan")
+    holding(_filled("model", float("nan")))(tmp_path / "nan")
+    config = settings(1, tmp_path / "new", **words, weights=str(tmp_path / "nan"))
+    (text,) = launch(outcomes, [config], ranks=1, timeout=60)[0]
+    assert text.startswith(f"CheckpointError: loading {tmp_path / 'nan'}/step-00000003: its weights ")
 
 
 def test_another_run_is_not_gone_on_with(corpus, tmp_path):

@@ -72,6 +72,19 @@ def refusals(configs: list[Any], keeps_batch: bool = False) -> list[str]:
     return texts
 
 
+def outcomes(configs: list[Any], keeps_batch: bool = False) -> list[str]:
+    """What comes of each of them on this rank: what it is refused with, or where it began."""
+    texts = []
+    for config in configs:
+        try:
+            report = train(config, stopping=Stopping(), keeps_batch=keeps_batch)
+        except lr.LongringError as refusal:
+            texts.append(f"{type(refusal).__name__}: {refusal}")
+        else:
+            texts.append(f"from {report.resumed_from} to {report.steps}; {'; '.join(report.notes)}")
+    return texts
+
+
 def losses(out: Path) -> list[float]:
     return _column(out, "loss")
 

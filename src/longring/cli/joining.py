@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from .. import errors
-from ..errors import ArgumentError, RankFailed
+from ..errors import ArgumentError, CheckpointError, RankFailed
 
 T = TypeVar("T")
 
@@ -64,6 +64,6 @@ def _cores() -> int:
 def _as_said(failure: RankFailed) -> Exception:
     """What all ranks refuse alike is no failure of one of them."""
     kind = getattr(errors, failure.error_type or "", None)
-    if isinstance(kind, type) and issubclass(kind, ArgumentError):
+    if isinstance(kind, type) and issubclass(kind, (ArgumentError, CheckpointError)):
         return kind(failure.error_text)
     return failure

@@ -112,6 +112,14 @@ def train(
     ] = None,
     save_every: Annotated[int | None, counted("--save-every", "Steps between checkpoints.", "50")] = None,
     keep: Annotated[int | None, counted("--keep", "Checkpoints that stay.", "3")] = None,
+    restart_if_damaged: Annotated[
+        bool | None,
+        typer.Option(
+            "--restart-if-damaged/--no-restart-if-damaged",
+            help="Begin at step 1 where all checkpoints are damaged.",
+            show_default="no: refuse",
+        ),
+    ] = None,
     timeout: Annotated[float | None, numbered("--timeout", "Seconds after which a silent rank is lost.", "600")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and start nothing.")] = False,
     as_json: options.AsJson = False,
@@ -130,7 +138,7 @@ def train(
 
     Metrics, checkpoints and a picture of the loss are in --out. Run again, it goes on from the newest whole
     checkpoint, with the same or other ranks, layout and schedule. SIGTERM and Ctrl-C save and end with exit code 0; a
-    second one ends at once. Exit code 1 if a rank was lost or something else failed.
+    second one ends at once. Exit code 1 if a rank was lost, all checkpoints are damaged, or something else failed.
     """
     flags = {name: value for name, value in locals().items() if name not in ("config", "dry_run", "as_json")}
     from ..train.config import read

@@ -72,6 +72,7 @@ class Config:
     warmup:          steps in which the learning rate rises; then it falls as a cosine to final_rate of it.
     dtype:           of matrix products and attention (bf16 by autocast); weights are float32, or float64 with fp64.
     clip:            the norm that gradients are cut down to; 0 for none.
+    restart_if_damaged: whether to begin at step 1 where all checkpoints of the run are damaged, which is else refused.
     timeout:         seconds after which a silent rank is an error.
     """
 
@@ -113,6 +114,7 @@ class Config:
     activation_checkpointing: bool = False
     save_every: int = 50
     keep: int = 3
+    restart_if_damaged: bool = False
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
@@ -197,15 +199,10 @@ def read(flags: Mapping[str, Any], toml: Path | None = None) -> Config:
     return Config(**{name: _read(name, value) for name, value in {**told, **_given(flags)}.items()})
 
 
-def differences(config: Config, was: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+def differences(config: Config, was: Config, names: Iterable[str]) -> list[str]:
     """What a settled config says otherwise than another one that was saved, in words."""
-    now = config.as_json()
-    return [f"{spelt(name)} was {was.get(name)} and is {now[name]}" for name in names if now[name] != was.get(name)]
-
-
-def completed(was: Mapping[str, Any]) -> dict[str, Any]:
-    """A config that was saved, with what older versions left open in it."""
-    return {**was, "feedforward": was.get("feedforward") or usual_feedforward(was["model"], was["dim"])}
+    pairs = [(name, getattr(was, name), getattr(config, name)) for name in names]
+    return [f"{spelt(name)} was {before} and is {now}" for name, before, now in pairs if before != now]
 
 
 def branches(text: str) -> list[tuple[int, int]]:
@@ -308,7 +305,7 @@ def _check(name: str, value: Any, *, is_optional: bool) -> None:
     elif name in CHOICES:
         if value not in CHOICES[name]:
             raise ArgumentError(f"{spelt(name)} must be one of {', '.join(CHOICES[name])}; got {value!r}")
-    elif name in ("fsdp", "activation_checkpointing"):
+    elif name in ("fsdp", "activation_checkpointing", "restart_if_damaged"):
         if type(value) is not bool:
             raise ArgumentError(f"{spelt(name)} must be true or false, got {value!r}")
     elif not isinstance(value, str) or not value:

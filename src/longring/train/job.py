@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from ..errors import ArgumentError, NotFinite
+from ..errors import ArgumentError, CheckpointError, NotFinite
 from ..models import Decoder, DecoderConfig, LongNetConfig, LongNetLM
 from ..models.stack import LanguageModel
 from ..nn.loss import cross_entropy
 from . import states
 from .config import Config, branches
 from .meter import Meter
+from .weights import check_finite, local
 from .world import World
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Job:
         self.config, self.world, self.sequences = config, world, sequences
         self.meter = Meter(world.device)
         self.taken = 0
+        self.loaded_from: str | None = None  # a checkpoint, until a step has changed its weights
         torch.manual_seed(config.seed)  # the same weights on every rank
         self.model = new_model(config, vocabulary).to(world.device)
         if config.fsdp:
@@ -71,9 +73,10 @@ class Job:
         if not math.isfinite(norm + loss):
             raise NotFinite(
                 f"step {number}: the loss is {loss / max(1.0, predicted):.4g}, the norm of its gradients {norm:.4g}, "
-                f"and nothing was saved of it; try a lower --learning-rate than {self.config.learning_rate:g}"
+                f"and nothing was saved of it; {self._advice()}"
             )
         self.optimiser.step()
+        self.loaded_from = None
         self.taken += cast(int, self.config.batch)
         return Taken(
             loss=loss / max(1.0, predicted),
@@ -83,6 +86,14 @@ class Job:
             attention_seconds=attention / self.world.size,
             communication_seconds=messages / self.world.size,
             is_last=asked > 0,
+        )
+
+    def _advice(self) -> str:
+        if self.loaded_from is None:
+            return f"try a lower --learning-rate than {self.config.learning_rate:g}"
+        return (
+            f"its weights are those of {self.loaded_from}, which no step has changed yet: they are of no use, and no "
+            "--learning-rate helps. Go on from an earlier checkpoint"
         )
 
     def _backward(self) -> tuple[float, float]:
@@ -162,12 +173,20 @@ class Job:
 
     def restore(self, state: dict[str, Any], own: dict[str, Any], *, taken: int) -> None:
         """Go on from what both were filled with. The optimiser's settings are not among it: they are the config's."""
-        settings = [_settings(group) for group in self.optimiser.param_groups]
-        states.restore(state, self.model, self.optimiser)
-        for group, said in zip(self.optimiser.param_groups, settings, strict=True):
-            group.update(said)
+        optimiser = {**state["optimiser"], "param_groups": self.state()["optimiser"]["param_groups"]}
+        states.restore({**state, "optimiser": optimiser}, self.model, self.optimiser)
         states.set_random_states(own["random"])
         self.taken = taken
+
+    def check(self, state: dict[str, Any], own: dict[str, Any]) -> None:
+        """Refuse what was loaded where no run has saved such a thing: this rank's part, before any of it is used."""
+        check_finite(state["model"], "weights")
+        for name, moments in state["optimiser"]["state"].items():
+            check_finite({f"{part} of {name}": moment for part, moment in moments.items()}, "optimiser's")
+            for part in ("exp_avg_sq", "step"):
+                if (local(moments[part]) < 0).any():
+                    raise CheckpointError(f"its optimiser's {part} of {name} is negative, which no step makes it")
+        states.check_random_states(own["random"])
 
 
 def _documents(rows: list[tuple[int, ...]]) -> list[tuple[int, ...]] | tuple[int, ...] | None:
@@ -231,8 +250,3 @@ def _new_optimiser(model: nn.Module, config: Config) -> torch.optim.Optimizer:
         {"params": [one for one in parameters if one.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.learning_rate, betas=BETAS)
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Of some of an optimiser's parameters: what decays, and how much, among them."""
-    return {name: value for name, value in group.items() if name != "params"}

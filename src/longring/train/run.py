@@ -11,10 +11,12 @@ from typing import Any, Protocol, cast
 import torch.distributed as dist
 
 from .. import __version__
-from ..errors import ArgumentError
+from ..errors import ArgumentError, CheckpointError
 from ..schedules.labels import watching
 from . import checkpoints
-from .config import OF_THE_ORDER, OF_THE_WEIGHTS, Config, completed, differences
+from .about import About
+from .checkpoints import Found
+from .config import OF_THE_ORDER, OF_THE_WEIGHTS, Config, differences, spelt
 from .job import Job, Taken
 from .metrics import Metrics
 from .small_files import put
@@ -170,21 +172,40 @@ class Run:
         for name, why in found.skipped:
             self._note(f"skipped {name}: {why}")
         if not found:
-            if found.skipped:
-                self._note(f"no whole checkpoint is left in {self.folder}: the run begins anew, at step 1")
+            self._check_beginning(found)
             self._begin()
             return
-        self._check(found.about)
+        about = About.of(found)
+        self._check(about)
         if keeps_batch:
-            self._keep_batch(int(found.about["config"]["batch"]))
+            self._keep_batch(cast(int, about.config.batch))
         state, own = self.job.state(), self.job.own_state()
-        checkpoints.load(found, state, per_rank=own, group=dist.group.WORLD, timeout=self.config.timeout)
-        self.job.restore(state, own, taken=int(found.about["sequences"]))
+        together: dict[str, Any] = {"group": dist.group.WORLD, "timeout": self.config.timeout}
+        checkpoints.load(found, state, per_rank=own, **together)
+        checkpoints.together(f"loading {found.path}", lambda: self.job.check(state, own), **together)
+        self.job.restore(state, own, taken=about.sequences)
+        self.job.loaded_from = str(found.path)
         self.report.steps = self.report.resumed_from = found.step
         self.report.checkpoint = str(found.path)
         self._note(
             f"resumed from step {found.step:,} in {self.folder}, which {_several(found.ranks, 'rank')} had saved"
         )
+
+    def _check_beginning(self, found: Found) -> None:
+        """A run whose checkpoints are all damaged does not begin again by itself; one that never saved any does."""
+        damaged = [skip for skip in found.skipped if skip.was_complete]
+        if not damaged:
+            if found.skipped:
+                self._note(f"no checkpoint was ever completed in {self.folder}: the run begins at step 1")
+            return
+        flag = spelt("restart_if_damaged")
+        if not self.config.restart_if_damaged:
+            raise CheckpointError(
+                f"--out {self.folder} has {_several(len(damaged), 'checkpoint')}, and none is whole: "
+                f"{'; '.join(f'{name}: {why}' for name, why in damaged[:3])}{'; ...' * (len(damaged) > 3)}. They are "
+                f"kept as they are. Put a copy in their place, take another --out, or say {flag} to begin at step 1"
+            )
+        self._note(f"no checkpoint in {self.folder} is whole: the run begins again at step 1, as {flag} says")
 
     def _begin(self) -> None:
         """With fresh weights, or with another run's."""
@@ -193,6 +214,7 @@ class Run:
         group, timeout = dist.group.WORLD, self.config.timeout
         found = newest(Path(self.config.weights), group=group, timeout=timeout, of="--weights")
         load_weights(found, self.job.model, group=group, timeout=timeout)
+        self.job.loaded_from = str(found.path)
         self._note(f"begins with the weights of step {found.step:,} in {found.folder}")
 
     def _make_folder(self) -> None:
@@ -201,14 +223,13 @@ class Run:
         except OSError as failure:
             raise ArgumentError(f"--out {self.folder} cannot be made: {failure.strerror or failure}") from failure
 
-    def _check(self, about: dict[str, Any]) -> None:
+    def _check(self, about: About) -> None:
         """Refuse to go on with other weights or another order of the data, rather than with a part of them."""
-        was = completed(about["config"])
-        wrong = differences(self.config, was, (*OF_THE_WEIGHTS, *OF_THE_ORDER))
-        if (self.config.dtype == "fp64") != (was.get("dtype") == "fp64"):  # fp32 and bf16 keep the same weights
-            wrong += differences(self.config, was, ("dtype",))
-        if about["fingerprint"] != self.task.fingerprint:
-            wrong.append(_other_data(about["corpus"], self.task.name))
+        wrong = differences(self.config, about.config, (*OF_THE_WEIGHTS, *OF_THE_ORDER))
+        if (self.config.dtype == "fp64") != (about.config.dtype == "fp64"):  # fp32 and bf16 keep the same weights
+            wrong += differences(self.config, about.config, ("dtype",))
+        if about.fingerprint != self.task.fingerprint:
+            wrong.append(_other_data(about.corpus, self.task.name))
         if wrong:
             raise ArgumentError(
                 f"--out {self.folder} holds another run: {'; '.join(wrong)}. Say the same, or another --out"
@@ -232,19 +253,14 @@ class Run:
         )
 
     def _save(self) -> None:
-        about = {
-            "sequences": self.job.taken,
-            "config": self.config.as_json(),
-            "corpus": self.task.name,
-            "fingerprint": self.task.fingerprint,
-            "vocabulary": self.task.vocabulary,
-        }
+        task = self.task
+        about = About(self.job.taken, self.config, task.name, task.fingerprint, task.vocabulary)
         saved = checkpoints.save(
             self.folder,
             self.report.steps,
             self.job.state(),
             per_rank=self.job.own_state(),
-            about=about,
+            about=about.as_json(),
             keep=self.config.keep,
             group=dist.group.WORLD,
             timeout=self.config.timeout,

@@ -25,6 +25,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..errors import CheckpointError
+
 
 def collect(
     model: nn.Module, optimiser: Optimizer | None = None, schedule: LRScheduler | None = None
@@ -60,8 +62,36 @@ def random_states() -> dict[str, Any]:
     }
 
 
+def check_random_states(states: dict[str, Any]) -> None:
+    """Refuse, by CheckpointError, what `random_states` cannot have said: numpy would read beyond its numbers."""
+    try:
+        version, inner, gauss = states["python"]
+        _insist(version == 3 and _are_words(inner, tuple, 625) and (gauss is None or type(gauss) is float), "Python")
+        random.Random(0).setstate((version, inner, gauss))
+        name, keys, position, has_gauss, gauss = states["numpy"]
+        are_numbers = _are_words([position, has_gauss], list, 2) and type(gauss) is float
+        _insist(name == "MT19937" and _are_words(keys, list, 624) and are_numbers and position <= 624, "numpy")
+        _insist(type(states["torch"]) is bytes, "torch")
+        torch.Generator().set_state(_tensor(states["torch"]))
+        _insist(states["cuda"] is None or (type(states["cuda"]) is bytes and len(states["cuda"]) == 16), "the GPU")
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError, RuntimeError, KeyError):
+        raise CheckpointError("its random numbers are in a state in which no generator is") from None
+
+
+def _insist(holds: bool, whose: str) -> None:
+    if not holds:
+        raise CheckpointError(f"the random numbers of {whose} are in a state in which no generator is")
+
+
+def _are_words(told: Any, kind: type, count: int) -> bool:
+    return type(told) is kind and len(told) == count and all(type(word) is int and 0 <= word < 2**32 for word in told)
+
+
 def set_random_states(states: dict[str, Any]) -> None:
     """Go on from there. A GPU that the saving process had not, or that this one has not, is left as it is."""
+    check_random_states(states)
     random.setstate(states["python"])
     name, keys, position, has_gauss, gauss = states["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, CheckpointError
 from . import checkpoints, states
 from .checkpoints import Found
 
@@ -26,4 +28,21 @@ def load_weights(found: Found, model: nn.Module, *, group: Any, timeout: float |
     """Into a model of the same shape, whole or dealt, whatever ranks wrote them."""
     state = states.collect(model)
     checkpoints.load(found, state, group=group, timeout=timeout)
+    checkpoints.together(
+        f"loading {found.path}", lambda: check_finite(state["model"], "weights"), group=group, timeout=timeout
+    )
     states.restore(state, model)
+
+
+def check_finite(tensors: dict[str, Any], what: str) -> None:
+    """Refuse nan and inf in what this rank has of them, before a loss of nan has to say it."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and not torch.isfinite(local(tensor)).all():
+            raise CheckpointError(
+                f"its {what} {name} have nan or inf in them, as they were saved; move it away to take the one before"
+            )
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

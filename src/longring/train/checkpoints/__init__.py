@@ -8,13 +8,14 @@
         manifest.sha256                the manifest's own checksum, as sha256sum writes it
       step-00000120.saving-1f8c2e07/   being written, or left by a writer that was killed: never read
 
-A reader needs no pickled code: the index goes through an unpickler that knows the index's own classes and nothing
-else, tensors and plain values are read with weights_only.
+A reader runs nothing that a checkpoint holds: pickles are read as data, by `unpickling`, and tensors and plain values
+are made of what they tell, after it was checked.
 """
 
 from .claims import release, reserve
 from .finding import Found, Skipped, find
 from .loading import load
+from .meeting import together
 from .saving import save
 
-__all__ = ["Found", "Skipped", "find", "load", "release", "reserve", "save"]
+__all__ = ["Found", "Skipped", "find", "load", "release", "reserve", "save", "together"]

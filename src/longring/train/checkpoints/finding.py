@@ -23,6 +23,11 @@ class Skipped(NamedTuple):
     name: str
     why: str
 
+    @property
+    def was_complete(self) -> bool:
+        """Whether it was a checkpoint once: not what a writer left that was killed while it saved."""
+        return f".{SAVING}-" not in self.name
+
 
 @dataclass(frozen=True)
 class Found:
@@ -44,6 +49,11 @@ class Found:
     def ranks(self) -> int:
         """How many wrote it."""
         return self._trusted.ranks
+
+    @property
+    def bytes(self) -> int:
+        """Of all its files."""
+        return self._trusted.bytes
 
     @property
     def about(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
@@ -232,5 +232,5 @@ def _kind(told: Any) -> str:
     return str(told.name) if type(told) is Call else type(told).__name__
 
 
-def _is_whole(number: Any) -> bool:
+def _is_whole(number: Any) -> TypeGuard[int]:
     return type(number) is int and 0 <= number <= LARGEST

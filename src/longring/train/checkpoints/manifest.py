@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -152,7 +152,7 @@ def _no_number(text: str) -> None:
     raise ValueError(f"{text} is no number of JSON")
 
 
-def _is_whole(value: Any, least: int, most: int) -> bool:
+def _is_whole(value: Any, least: int, most: int) -> TypeGuard[int]:
     return type(value) is int and least <= value <= most  # which True, 4.0 and "4" are not
 
 

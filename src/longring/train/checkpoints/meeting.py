@@ -39,6 +39,12 @@ class _Refusal(NamedTuple):
     is_argument: bool
 
 
+def together(what: str, part: Callable[[], None], *, group: Any, timeout: float | None) -> None:
+    """Do `part` on every rank; where it fails on one, all raise what that one says."""
+    meeting = Meeting(group, timeout=timeout)
+    meeting.hold(what, part, lambda reports: reports)
+
+
 class Meeting:
     """The ranks of a group, or this process alone."""
 

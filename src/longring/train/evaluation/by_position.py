@@ -137,7 +137,7 @@ def _notes(subject: Subject, asked: Asked, corpus: Corpus) -> list[str]:
     """Of data that was read otherwise than the run did, nothing is known."""
     config = subject.config
     is_as_trained = asked.data is None and asked.kind in (None, config.kind) and asked.case in (None, config.case)
-    if not is_as_trained or corpus.fingerprint == subject.checkpoint.about["fingerprint"]:
+    if not is_as_trained or corpus.fingerprint == subject.about.fingerprint:
         return []
     return [f"{corpus.name} has changed since the run was trained on it: it may have seen some of what is held out now"]
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import ArgumentError
 from ...models.stack import LanguageModel
 from ...numerics.online_softmax import accumulator_dtype
 from ...sharding import Sharding
+from ..about import About
 from ..checkpoints import Found
 from ..config import Config
 from ..job import new_model
@@ -60,18 +60,20 @@ class Subject:
     model: LanguageModel
     vocabulary: int
     checkpoint: Found
+    about: About
 
     @classmethod
     def of(cls, setting: Setting) -> Subject:
         """On every rank of an initialised process group."""
         group: Any = dist.group.WORLD
         found = newest(Path(setting.folder), group=group, timeout=setting.timeout, of="CHECKPOINT")
-        config = _settled(found, setting)
+        about = About.of(found)
+        about.check_size(found)
+        config = _settled(about.config, setting)
         world = World.joined(config)
-        vocabulary = int(found.about["vocabulary"])
-        model = new_model(config, vocabulary).to(world.device)
+        model = new_model(config, about.vocabulary).to(world.device)
         load_weights(found, model, group=group, timeout=setting.timeout)
-        return cls(config, world, model.eval(), vocabulary, found)
+        return cls(config, world, model.eval(), about.vocabulary, found, about)
 
     def sharding(self, length: int, documents: Any = None) -> Sharding:
         """How a sequence of any length is dealt over this rank's ring."""
@@ -106,13 +108,7 @@ class Subject:
         }
 
 
-def _settled(found: Found, setting: Setting) -> Config:
-    try:
-        was = Config(**found.about["config"])
-    except (KeyError, TypeError) as error:
-        raise ArgumentError(
-            f"{found.path} was written by another version of longring, or by another program: {error}"
-        ) from None
+def _settled(was: Config, setting: Setting) -> Config:
     now = replace(
         was,
         context=setting.context or cast(int, was.context),
