@@ -20,11 +20,19 @@ import pytest
 import torch
 from checkpoint_programs import check, loaded, refused, saved, state_of, trained
 from torch import nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 import longring as lr
 from documents import code_of
 from longring.train import checkpoints, states
-from longring.train.checkpoints import claims, durable, index, manifest
+from longring.train.checkpoints import archives, claims, durable, index, manifest, values
 from worlds import World, results
 
 
@@ -522,6 +530,112 @@ def test_an_index_is_checked_against_the_manifest(what, copied):
         checkpoints.load(checkpoints.find(copied), state_of(0))
 
 
+def parts(count, ranks=64):
+    """An index of so many parts, each on a rank of its own, as torch pickles it; and its manifest."""
+    described, paths, places = {}, {}, {}
+    for number in range(count // ranks):
+        key, size = f"optimiser.state.layers.{number}.weight.exp_avg", torch.Size([ranks, 100])
+        offsets = [torch.Size([rank, 0]) for rank in range(ranks)]
+        chunks = [ChunkStorageMetadata(offset, torch.Size([1, 100])) for offset in offsets]
+        described[key] = TensorStorageMetadata(TensorProperties(torch.float32), size, chunks)
+        paths[key] = ("optimiser", "state", f"layers.{number}.weight", "exp_avg")
+        for rank, offset in enumerate(offsets):
+            places[MetadataIndex(key, offset, rank)] = _StorageInfo(f"__{rank}_0.distcp", 1000 * number, 1000)
+    known = Metadata(described, paths, places)
+    content = pickle.dumps(known)
+    files = {f"__{rank}_0.distcp": durable.Facts(10**7, "0" * 64) for rank in range(ranks)}
+    files[".metadata"] = durable.Facts(len(content), "0" * 64)
+    return known, content, manifest.Manifest(1, ranks, files, {})
+
+
+def test_an_index_of_many_parts_is_what_torch_made_it_and_takes_seconds():
+    """100,000 parts take some four seconds of a core; a tenth of it here, on a machine that may be busy."""
+    known, content, trusted = parts(10_000)
+    began = time.process_time()
+    found = index.read(content, trusted)
+    assert time.process_time() - began < 5
+    assert found.state_dict_metadata == known.state_dict_metadata
+    assert found.planner_data == known.planner_data
+    assert found.storage_data == known.storage_data
+
+
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_both_protocols_of_pythons_to_come_are_read(protocol):
+    known, _, trusted = parts(64)
+    assert index.read(pickle.dumps(known, protocol), trusted).storage_data == known.storage_data
+
+
+def test_tensors_are_what_torch_load_makes_of_them(tmp_path):
+    whole = torch.randn(6, 8)
+    kinds = [
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+    ]
+    kinds += [torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64]
+    kinds += [torch.float8_e4m3fn, torch.float8_e5m2]
+    tensors = [whole.mul(9).to(kind) for kind in kinds]
+    tensors += [
+        whole[::2, 1:5].T,
+        whole[3],
+        torch.tensor(3.0),
+        torch.empty(0, 3),
+        torch.empty(3, 0),
+        whole[:1].expand(5, 8),
+    ]
+    complex_ = torch.randn(3, dtype=torch.complex64)
+    tensors += [
+        complex_.conj(),
+        complex_.conj().imag,
+        nn.Parameter(whole).detach(),
+        torch.randn(5, 2, 3, 2).transpose(1, 3),
+    ]
+    for tensor in tensors:
+        with (tmp_path / "archive").open("wb") as file:
+            file.write(b"before")
+            torch.save(tensor, file)
+            length = file.tell() - 6
+            file.write(b"behind")
+        with (tmp_path / "archive").open("rb") as file:
+            found = archives.tensor(file, 6, length, tensor.dtype, tensor.size())
+        assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+        found, expected = (one.resolve_conj().resolve_neg().clone().contiguous() for one in (found, tensor))
+        as_bytes = [one.view(torch.uint8) if one.ndim else one[None].view(torch.uint8) for one in (found, expected)]
+        assert torch.equal(*as_bytes), tensor
+
+
+def test_values_are_what_torch_load_makes_of_them():
+    shared = [1, 2]
+    values_ = [
+        None,
+        True,
+        -(10**1000),
+        2**31,
+        -1,
+        0.1,
+        float("inf"),
+        "é\ud800",
+        b"",
+        b"\x00\xff",
+        (),
+        [],
+        {},
+        ((1,),),
+        "a" * 300,
+    ]
+    values_ += [{1: [shared, shared], (1, "a"): {b"b": None}}, random.Random(3).getstate(), list(range(1000)), [[[[]]]]]
+    for value in values_:
+        archive = io.BytesIO()
+        torch.save(value, archive)
+        values.check("value", value)
+        assert archives.value(archive, 0, len(archive.getvalue())) == value
+
+
 def test_random_bytes_are_no_index(copied):
     trusted, chance = manifest.get(copied / "step-00000002"), random.Random(0)
     content = (copied / "step-00000002" / ".metadata").read_bytes()
@@ -536,6 +650,13 @@ def test_random_bytes_are_no_index(copied):
 # ----------------------------------------------------------------------------------------------------- what is refused
 
 
+def nested(depth):
+    whole = []
+    for _ in range(depth - 1):
+        whole = [whole]
+    return whole
+
+
 @pytest.mark.parametrize(
     ("value", "what"),
     [
@@ -545,6 +666,9 @@ def test_random_bytes_are_no_index(copied):
         (Path("a"), "pathlib"),
         (torch.float32, "torch.dtype"),
         (torch.eye(2).to_sparse(), "layout"),
+        (nested(101), "more than 100 lists in lists"),
+        ([[0] * 1000] * 2000, "of the same lists again and again"),
+        ((dict.fromkeys(range(10_001)),), "more than 10000 keys that are no text"),
         (nn.Linear(1, 1), "Linear"),
     ],
 )
@@ -565,6 +689,10 @@ def test_what_could_not_be_read_back_is_not_written(value, what, folder):
         ({"state": {"ranks": 1}}, "call it something else"),
         ({"about": {"a": float("nan")}}, "about must be what JSON can hold"),
         ({"about": {"a": Path("a")}}, "about must be what JSON can hold"),
+        ({"about": {"a": nested(49)}}, "at most 8388608 bytes, and 49 lists and dicts within each other"),
+        ({"about": {"a": nested(100_000)}}, "about must be what JSON can hold"),
+        ({"about": {"a": "a" * (8 << 20)}}, "What is larger belongs into the state"),
+        ({"step": 2**63}, r"step must be below 2\*\*63"),
         ({"about": {1: 2}}, "about must come back from JSON as it is"),
         ({"about": 3}, "about must come back from JSON as it is"),
         ({"timeout": 0}, "timeout must be a positive number"),
