@@ -140,7 +140,11 @@ def _on_a_rank(program: str, setting: Setting, question: Any, quiet: bool) -> By
     from ..train.evaluation.by_position import by_position
 
     listener = None if quiet else Screen()
-    return (by_depth if program == "by_depth" else by_position)(setting, question, listener)
+    try:
+        return (by_depth if program == "by_depth" else by_position)(setting, question, listener)
+    except MemoryError as failure:  # a checkpoint may name any length, and so may a user
+        length = "the run's context" if setting.context is None else f"--context {setting.context:,}"
+        raise ArgumentError(f"{length} takes more memory than there is; say a shorter --context") from failure
 
 
 class Screen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ...errors import ArgumentError
 from ..batches import Sequence_, Sequences
+from ..checkpoints.manifest import shown
 from ..corpus import Corpus, open_corpus
 from .cutting import cut
 from .subject import Listener, Setting, Subject
@@ -128,9 +130,13 @@ def _corpus(asked: Asked, subject: Subject) -> Corpus:
         return open_corpus(Path(asked.data), kind=asked.kind or "auto", case=asked.case or "kept")
     config, folder = subject.config, subject.checkpoint.folder
     path = None if config.data is None else Path(config.data)
-    if path is not None and not path.exists():
-        raise ArgumentError(f"the run's own --data, {path}, is not there; say where it is, by --data PATH")
+    if path is not None and not os.path.exists(path):  # of any length, and with any letter in it
+        raise ArgumentError(f"the run's own --data, {_shown(str(path))}, is not there; say where it is, by --data PATH")
     return open_corpus(path, kind=asked.kind or config.kind, case=asked.case or config.case, without=folder)
+
+
+def _shown(path: str) -> str:
+    return path if path.isprintable() and len(path) <= 1000 else shown(path)
 
 
 def _notes(subject: Subject, asked: Asked, corpus: Corpus) -> list[str]:
