@@ -133,6 +133,7 @@ def test_keys_are_asked_for_at_each_depth(run):
         (("--window", "1"), "error: --window must be a whole number from 2"),
         (("--split", "test", "--ranks", "1"), "error: split must be 'train' or 'held-out', got 'test'"),
         (("--ranks", "1", "--layout", "round"), "error: --layout must be one of auto, "),
+        (("--ranks", "1", "--context", "1e15"), "error: --context 1,000,000,000,000,000 takes more memory than"),
     ],
 )
 def test_wrong_arguments_are_one_line_and_exit_code_2(run, arguments, said):

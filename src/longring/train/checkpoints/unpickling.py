@@ -192,7 +192,8 @@ class _Machine:
             raise Unreadable("it has a name that is no text")
         known = self.names.get((module, name))
         if known is None:
-            raise Stranger(f"{module[:100]}.{name[:100]}")
+            text = f"{module[:100]}.{name[:100]}"
+            raise Stranger(text if text.isprintable() else ascii(text))
         self.stack.append(known)
 
     def stack_global(self) -> None:
