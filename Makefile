@@ -14,6 +14,8 @@ STAMP := $(VENV)/.installed
 FRAMEWORKS := $(VENV)/.frameworks
 SITE_TOOLS := $(VENV)/.site_tools
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+# Refuses every file whose SHA-256 is not in these lists. The editable install that follows finds the packages there.
+PIP_VERIFIED := $(BIN)/python -m pip install --quiet --require-hashes --no-deps
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
@@ -26,7 +28,7 @@ unexport PYRIGHT_PYTHON_FORCE_VERSION
 unexport PYRIGHT_PYTHON_PYLANCE_VERSION
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check soak gpu status docs format clean
+.PHONY: help demo test check soak gpu status docs format hashes clean
 
 help:
 	@echo "make demo    run the demonstration (more with DEMO_ARGS=\"...\")"
@@ -37,6 +39,7 @@ help:
 	@echo "make status  docs/status.md anew: what has been run where, at which sources"
 	@echo "make docs    build the documentation into out/site"
 	@echo "make format  rewrite the code as check wants it"
+	@echo "make hashes  hashes/*.txt, of the releases that constraints.txt pins"
 	@echo "make clean   remove .venv, caches and build outputs"
 	@echo "The first of them installs everything, pinned, into .venv; gpu and status install nothing."
 
@@ -78,8 +81,9 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-# The build backend goes in first, so that the build takes the pinned one instead of fetching its own.
-$(STAMP): pyproject.toml constraints.txt
+# The build backend is among what goes in first, so that the build takes the pinned one instead of fetching its own.
+# Which build of torch pip finds depends on the machine, and so does its hash: VERIFY_TORCH=1 wants the package index's.
+$(STAMP): pyproject.toml constraints.txt hashes/dev.txt
 	@$(BIN)/python -c "" 2>/dev/null || { \
 		python=""; \
 		for candidate in $(PYTHON); do \
@@ -89,22 +93,29 @@ $(STAMP): pyproject.toml constraints.txt
 		$$python -m venv --clear $(VENV); \
 	}
 	@echo "installing into $(VENV) (minutes the first time: torch is large)"
-	@$(PIP_INSTALL) hatchling editables
+	@$(PIP_VERIFIED) --requirement hashes/dev.txt $(if $(VERIFY_TORCH),--requirement hashes/torch.txt)
 	@$(PIP_INSTALL) --no-build-isolation --editable ".[plot,dev]"
 	@touch $@
 
 # What we integrate with, for the tests alone. DeepSpeed and FairScale come as sources, whose builds ask torch about the
 # machine: it has to be there already, and none of DeepSpeed's own kernels are wanted.
-$(FRAMEWORKS): $(STAMP)
+$(FRAMEWORKS): $(STAMP) hashes/frameworks.txt hashes/sources.txt
 	@echo "installing transformers, lightning, deepspeed and fairscale into $(VENV)"
-	@$(PIP_INSTALL) --no-build-isolation --editable ".[transformers,lightning]"
-	@DS_BUILD_OPS=0 $(PIP_INSTALL) --no-build-isolation --editable ".[deepspeed,fairscale]"
+	@$(PIP_VERIFIED) --requirement hashes/frameworks.txt
+	@DS_BUILD_OPS=0 $(PIP_VERIFIED) --no-build-isolation --requirement hashes/sources.txt
+	@DS_BUILD_OPS=0 $(PIP_INSTALL) --no-build-isolation --editable ".[transformers,lightning,deepspeed,fairscale]"
 	@touch $@
 
-$(SITE_TOOLS): $(STAMP)
+$(SITE_TOOLS): $(STAMP) hashes/docs.txt
 	@echo "installing mkdocs-material and mkdocstrings into $(VENV)"
+	@$(PIP_VERIFIED) --requirement hashes/docs.txt
 	@$(PIP_INSTALL) --no-build-isolation --editable ".[docs]"
 	@touch $@
+
+# After a change of constraints.txt; asks the package index.
+hashes: $(STAMP)
+	@$(PIP_VERIFIED) --requirement hashes/tools.txt
+	$(BIN)/python hashes/write.py
 
 clean:
 	rm -rf $(VENV) build dist out/site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
