@@ -26,7 +26,7 @@ GROUPS = {  # extras, in the order in which they are installed
 FROM_SOURCE = {"deepspeed", "fairscale"}  # their builds import torch, so they are installed last
 TORCH = re.compile(r"torch|nvidia-.*|cuda-.*")  # which torch build pip finds, and so its hash, depends on the machine
 HEADERS = {
-    "torch": "PyTorch as the package index has it, and its CUDA libraries; installed from here with VERIFY_TORCH=1 only",
+    "torch": "PyTorch as the package index has it, and its CUDA libraries; make installs them with VERIFY_TORCH=1",
     "dev": "make demo, make check",
     "frameworks": "make test",
     "sources": "make test: built from source",

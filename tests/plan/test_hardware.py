@@ -186,7 +186,7 @@ def test_a_missing_field_is_named_with_its_file_and_entry(file, field):
         ("latency_seconds = 0", "", r"\[links\.string\] lacks latency_seconds"),
         ("[hardware.toy]", "[machine.toy]", r"'machine' must be \[links\.NAME\] or \[hardware\.NAME\]"),
         ("[links.string]", "[links]", r"links must be tables, as \[links\.NAME\]"),
-        ("[links.string]", "[links.string", r"my\.toml is no TOML: "),
+        ("[links.string]", "[links.string", r"my\.toml is not TOML: "),
     ],
 )
 def test_a_wrong_file_is_refused_with_what_and_where(file, old, new, said):
@@ -207,7 +207,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
 def test_bytes_that_are_no_text_are_refused(tmp_path):
     path = tmp_path / "odd.toml"
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(ArgumentError, match=r"odd\.toml is no TOML"):
+    with pytest.raises(ArgumentError, match=r"odd\.toml cannot be read: it is no text"):
         hardware("toy", path)
 
 

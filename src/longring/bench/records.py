@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ArgumentError
+from ..plan.user_files import read_text
 
 SCHEMA = "longring bench, 2"
 FIRST_SCHEMA = "longring gpu benchmark, 1"  # milliseconds, with the least and the most; rows by scenario
@@ -145,6 +146,7 @@ class Record:
 # ------------------------------------------------------------------------------------------------------- reading
 
 
+MOST_BYTES = 1 << 26  # of a record's file
 LARGEST = 1e300  # beyond, a whole number may be no float
 
 
@@ -233,12 +235,10 @@ class _Reader:
 
     def _parsed(self) -> dict[str, Any]:
         try:
-            told = json.loads(self._path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise self._refused(f"cannot be read: {error.strerror or error}") from None
-        except UnicodeDecodeError:
-            raise self._refused("is no text, and so no record") from None
-        except (json.JSONDecodeError, RecursionError) as error:
+            told = json.loads(read_text(self._path, str(self._path), most=MOST_BYTES))
+        except ArgumentError:
+            raise
+        except (ValueError, RecursionError) as error:
             line = getattr(error, "lineno", 1)
             raise self._refused(f"is no JSON, or was cut short: {error.args[0]}, in line {line}") from None
         if not isinstance(told, dict):

@@ -17,11 +17,13 @@ from .. import __version__
 from ..errors import ArgumentError, LongringError
 from .interrupt import Interrupts
 from .quick import QuickCommand, QuickGroup
+from .screen import shown
 
 ORDER = ("doctor", "verify", "plan", "bench", "profile", "replay", "train", "eval", "conform", "demo")
 """As one meets them: is all well here, and on all ranks, what would it cost, what does it cost, use it, show me."""
 
 NOBODY_READS = 141  # as a shell says of what ended by SIGPIPE
+LONGEST = 4000  # letters of an error
 
 
 class _InOrder(QuickGroup):
@@ -112,7 +114,7 @@ def _answered(arguments: Sequence[str], is_debugging: bool) -> int:
     except Exception as failure:
         said, code = _told(failure)
         if is_debugging:
-            traceback.print_exc()
+            _say(traceback.format_exc().rstrip(), code)
         else:
             _complain(said, code)
     return code
@@ -123,7 +125,7 @@ def _run(arguments: Sequence[str]) -> int:
     named = [name for name in arguments[:1] if name in ORDER]
     command = typer.main.get_command(_app(*named) if named else _everything())
     try:
-        with command.make_context("longring", list(arguments)) as context:
+        with command.make_context("longring", list(arguments), help_option_names=["-h", "--help"]) as context:
             command.invoke(context)
     except typer.Exit as done:
         return done.exit_code
@@ -141,11 +143,14 @@ def _told(failure: Exception) -> tuple[str, int]:
 
 
 def _complain(what: str, code: int) -> int:
-    return _say("error: " + " ".join(what.split()), code)
+    line = " ".join(what.split())
+    if len(line) > LONGEST:  # as a refusal that repeats what was given: its beginning and its end say enough
+        line = f"{line[: LONGEST // 2]} [...] {line[-LONGEST // 2 :]}"
+    return _say(f"error: {line}", code)
 
 
 def _say(what: str, code: int) -> int:
-    print(what, file=sys.stderr)
+    print(shown(what), file=sys.stderr)
     return code
 
 

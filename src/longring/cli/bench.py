@@ -147,7 +147,7 @@ def _check(preset: str, device: str, peers: Path | None) -> None:
         raise ArgumentError(f"--preset must be one of {', '.join(PRESETS)}, got {preset!r}")
     if device not in DEVICES:
         raise ArgumentError(f"--device must be one of {', '.join(DEVICES)}, got {device!r}")
-    if peers is not None and not peers.is_dir():
+    if peers is not None and not os.path.isdir(peers):
         raise ArgumentError(f"--peers {peers} is no folder")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise ArgumentError("longring bench starts its ranks by itself: run it without torchrun, with --ranks")
@@ -274,7 +274,7 @@ def _print_case(console: Console, case: Case, rows: Sequence[Row]) -> None:
         title = "Most bytes that a rank held, forward and backward: measured, and by the plan"
         _print_cells(console, title, MEMORY, memory_cells(rows))
     for note in notes(rows):
-        console.print(note, style="bold red" if "WRONG" in note else None, markup=False, soft_wrap=True)
+        console.print(note, style="bold red" if "WRONG" in note else None, soft_wrap=True)
     console.print()
 
 
@@ -362,17 +362,17 @@ def _print_end(console: Console, record: Record, out: Path, report: Path | None)
     rows = [row for rows in record.scenarios.values() for row in rows]
     wrong = sum(row.is_wrong for row in rows if row.kind != "ours")
     for note in record.missing:
-        console.print(f"not here: {note}", markup=False, soft_wrap=True)
+        console.print(f"not here: {note}", soft_wrap=True)
     for failure in record.failures:
-        console.print(f"FAILED: {failure}", style="bold red", markup=False, soft_wrap=True)
+        console.print(f"FAILED: {failure}", style="bold red", soft_wrap=True)
     if not record.failures:
         console.print("Every result of ours is within its error budget.", style="bold green")
     if wrong:
         console.print(f"{wrong} row{'s' if wrong > 1 else ''} of others' are wrong, and marked so.", style="bold")
     console.print(f"{spoken_seconds(sum(record.seconds.values()))} in all.")
-    console.print(f"record: {out}", markup=False, soft_wrap=True)
+    console.print(f"record: {out}", soft_wrap=True)
     if report is not None:
-        console.print(f"report: {report}", markup=False, soft_wrap=True)
+        console.print(f"report: {report}", soft_wrap=True)
 
 
 # ------------------------------------------------------------------------------------------------------- compare
@@ -419,7 +419,7 @@ def _print_comparison(console: Console, found: Comparison, show_all: bool) -> No
     from ..bench.compare import REGRESSIONS, VERDICTS
 
     for caveat in found.caveats:
-        console.print(f"note: {caveat}", markup=False, soft_wrap=True)
+        console.print(f"note: {caveat}", soft_wrap=True)
     changes = sorted(found.changes, key=lambda change: VERDICTS.index(change.verdict))
     shown = [change for change in changes if show_all or change.verdict != "alike"]
     if shown:
@@ -436,7 +436,7 @@ def _print_comparison(console: Console, found: Comparison, show_all: bool) -> No
     console.print(f"{len(changes)} rows in both: {told}.", soft_wrap=True)
     for what, keys in (("no longer there", found.gone), ("new", found.new)):
         if keys:
-            console.print(f"{len(keys)} rows are {what}: {_spoken_keys(keys)}", markup=False, soft_wrap=True)
+            console.print(f"{len(keys)} rows are {what}: {_spoken_keys(keys)}", soft_wrap=True)
 
 
 def _spoken_keys(keys: Sequence[Any], most: int = 3) -> str:

@@ -15,6 +15,7 @@ from . import options, screen
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from ..testing import Case, Finding, Report
 
@@ -230,12 +231,12 @@ def _sizes_of(case: Case) -> str:
 
 
 def _print_report(console: Console, name: str, report: Report, where: str) -> None:
-    console.print(f"{name} on {where}\n", markup=False, soft_wrap=True)
+    console.print(f"{name} on {where}\n", soft_wrap=True)
     console.print(_case_table(report))
     console.print(_quantity_table(report))
     troubled = [finding for finding in report.findings if finding.status != "exact"]
     for finding in troubled[:SHOWN]:
-        console.print(f"{finding.status}: {_told(finding)}", markup=False, soft_wrap=True)
+        console.print(f"{finding.status}: {_told(finding)}", soft_wrap=True)
     if len(troubled) > SHOWN:
         console.print(f"... and {len(troubled) - SHOWN} more, which --json has")
     console.print(_verdict(report), style="bold green" if report.ok else "bold red", soft_wrap=True)
@@ -264,13 +265,15 @@ def _by(report: Report, attribute: str) -> Iterator[tuple[str, list[Finding]]]:
         yield name, [finding for finding in report.findings if getattr(finding, attribute) == name]
 
 
-def _holds(findings: list[Finding]) -> str:
+def _holds(findings: list[Finding]) -> Text:
     counts = {status: sum(finding.status == status for finding in findings) for status in ("wrong", "refused", "exact")}
     if counts["wrong"]:
-        return f"[bold red]NO, {counts['wrong']} wrong[/]"
+        return screen.styled(f"NO, {counts['wrong']} wrong", "bold red")
     if not counts["exact"]:
-        return "[yellow]refused[/]"
-    return f"[yellow]yes, {counts['refused']} refused[/]" if counts["refused"] else "[green]yes[/]"
+        return screen.styled("refused", "yellow")
+    if counts["refused"]:
+        return screen.styled(f"yes, {counts['refused']} refused", "yellow")
+    return screen.styled("yes", "green")
 
 
 def _worst(findings: list[Finding]) -> Finding | None:

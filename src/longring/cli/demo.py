@@ -113,7 +113,7 @@ def demo(
     else:
         _print_report(console, size, rows, seconds, pictures, missing)
         if report is not None:
-            console.print(show(report) if is_shown else f"report: {report}", markup=False, soft_wrap=True)
+            console.print(show(report) if is_shown else f"report: {report}", soft_wrap=True)
     if _faults(rows):
         raise typer.Exit(1)
 
@@ -244,9 +244,9 @@ def _print_report(
         console.print(_excuse(case, size.ranks), soft_wrap=True)
     console.print(f"{seconds.all:.1f} s, of which the processes took {seconds.processes:.1f} s.")
     for path in pictures:
-        console.print(f"picture: {path}", markup=False, soft_wrap=True)
+        console.print(f"picture: {path}", soft_wrap=True)
     if missing is not None:
-        console.print(f"no pictures: {missing}", markup=False, soft_wrap=True)
+        console.print(f"no pictures: {missing}", soft_wrap=True)
 
 
 def _processes(ranks: int) -> str:
@@ -266,7 +266,7 @@ def _error_table(rows: list[Row]) -> Table:
         shown = errors["out"], errors["lse"], max(errors["dq"], errors["dk"], errors["dv"])
         colour = "green" if all(verdict.ok for verdict in row.verdicts) else "bold red"
         numbers = (f"{error:.1e}" for error in shown)
-        table.add_row(*_names(row), *numbers, f"[{colour}]{row.budget_used:.0%}[/]")
+        table.add_row(*_names(row), *numbers, screen.styled(f"{row.budget_used:.0%}", colour))
     return table
 
 
@@ -276,7 +276,8 @@ def _cost_table(rows: list[Row]) -> Table:
     for row in rows:
         played = row.played
         counts = f"{max(played.peak_bytes):,}", f"{played.share_of_one_rank:.0%}", f"{played.bytes_sent:,}"
-        equal = "[green]equal[/]" if row.bytes_agree else f"[bold red]NOT {played.bytes_predicted:,}[/]"
+        agrees = row.bytes_agree
+        equal = screen.styled(*(("equal", "green") if agrees else (f"NOT {played.bytes_predicted:,}", "bold red")))
         table.add_row(*_names(row), *counts, equal)
     return table
 

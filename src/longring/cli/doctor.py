@@ -149,7 +149,7 @@ def _print_page(console: Console, found: Diagnosis, outcomes: list[Outcome]) -> 
     _print_section(console, "Environment", set_here or [("", "no variable is set that matters")])
     if found.links is not None and found.links.topology is not None:
         console.print("Topology", style="bold")
-        console.print(found.links.topology, markup=False, soft_wrap=True)
+        console.print(found.links.topology, soft_wrap=True)
     for outcome in outcomes:
         title = f"Self-test: 2 ranks on {outcome.device}, forward and backward, {outcome.seconds:.1f} s"
         _print_section(console, title, _outcome_lines(outcome))
@@ -165,11 +165,11 @@ def _print_section(console: Console, title: str, lines: Lines, style: str = "bol
     """Names to the left, words beside them that keep to their column."""
     from textwrap import fill
 
-    console.print(title, style=style, markup=False)
+    console.print(title, style=style)
     for name, words in lines:
         first = f"  {name:<{NAMES}}"
         wrapped = fill(words, console.width, initial_indent=first, subsequent_indent=" " * len(f"  {'':<{NAMES}}"))
-        console.print(wrapped, markup=False, soft_wrap=True)
+        console.print(wrapped, soft_wrap=True)
     console.print()
 
 

@@ -181,13 +181,13 @@ def _conclude(found: ByPosition | ByDepth, asked: dict[str, Any], out: Path | No
         return
     console = screen.console()
     for line in _heading(found):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     if isinstance(found, ByDepth):
         _print_depths(console, found)
     else:
         _print_positions(console, found)
     if out is not None:
-        console.print(f"record: {out}", markup=False, soft_wrap=True)
+        console.print(f"record: {out}", soft_wrap=True)
 
 
 def _heading(found: ByPosition | ByDepth) -> list[str]:
@@ -206,7 +206,7 @@ def _several(count: int, thing: str) -> str:
 
 def _print_positions(console: Any, found: ByPosition) -> None:
     for line in (f"{found.split} part of {found.corpus}", *found.notes):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     title = f"{_several(found.sequences, 'sequence')} of {spoken_count(found.context)} tokens: loss, in nats a token"
     numbers = ("a token sees", "tokens", "loss", "+-", "perplexity")
     if found.window is not None:
@@ -221,7 +221,7 @@ def _print_positions(console: Any, found: ByPosition) -> None:
     table.add_row("all", *_row(found.everything, found.window is not None))
     console.print(table)
     if found.beyond is not None:
-        console.print(_verdict(found.beyond, found.window or 0), markup=False, soft_wrap=True)
+        console.print(_verdict(found.beyond, found.window or 0), soft_wrap=True)
 
 
 def _span(bucket: Bucket) -> str:
@@ -273,8 +273,6 @@ def _print_depths(console: Any, found: ByDepth) -> None:
         )
     console.print(table)
     found_, trials = (sum(getattr(depth, name) for depth in found.depths) for name in ("found", "trials"))
-    console.print(
-        f"{found_:,} of {_several(trials, 'key')} found, {found_ / trials:.1%}.", markup=False, soft_wrap=True
-    )
+    console.print(f"{found_:,} of {_several(trials, 'key')} found, {found_ / trials:.1%}.", soft_wrap=True)
     if window is not None:
-        console.print(f"Attention of a layer reaches {window:,} tokens.", markup=False, soft_wrap=True)
+        console.print(f"Attention of a layer reaches {window:,} tokens.", soft_wrap=True)

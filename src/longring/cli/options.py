@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -188,10 +189,12 @@ def check_writable(path: Path | None, option: str = "--report") -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        was_there = path.exists()
+        is_new = not os.path.lexists(path)
+        if path.exists() and not (path.is_file() or path.is_dir()):  # opening a pipe would wait for a reader
+            raise ArgumentError(f"{option} {path} cannot be written: it is a pipe or a device; name a file")
         with path.open("ab"):
             pass
-        if not was_there:
+        if is_new:
             path.unlink()
     except OSError as failure:
         raise ArgumentError(f"{option} {path} cannot be written: {failure.strerror or failure}") from failure
@@ -199,7 +202,7 @@ def check_writable(path: Path | None, option: str = "--report") -> None:
 
 def check_apart(**paths: Path | None) -> None:
     """Refuse two outputs in one file, of which one would be lost."""
-    given = [(name, path.resolve()) for name, path in paths.items() if path is not None]
+    given = [(name, os.path.realpath(path)) for name, path in paths.items() if path is not None]
     for i, (name, path) in enumerate(given):
         for other, another in given[:i]:
             if path == another:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..geometry.patterns import Dense, Dilated
 from ..plan.quantities import spoken_bytes, spoken_seconds
-from .screen import WIDTH
+from .screen import WIDTH, shown
 
 if TYPE_CHECKING:
     from ..plan.forecast import Auto, Choice, Fewest, Forecast, Longest, Pass, Question
@@ -95,7 +95,8 @@ def print_hardware(known: dict[str, Hardware]) -> None:
 
 def _print(*lines: str, is_bold: bool = False) -> None:
     for line in lines:
-        print(_bold(fill(line, WIDTH)) if is_bold and line else fill(line, WIDTH))
+        text = fill(shown(line), WIDTH)
+        print(_bold(text) if is_bold and line else text)
 
 
 def _bold(text: str) -> str:
@@ -114,7 +115,7 @@ def _rule() -> str:
 
 def _print_table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], bold: int | None = None) -> None:
     """Names to the left, numbers to the right; a header may have two lines."""
-    body = list(rows)
+    body = [[shown(cell) for cell in row] for row in rows]
     heads = [header.rpartition("\n")[::2] for header in headers]
     lines = [[line for line, _ in heads], [line for _, line in heads], *body]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -133,7 +133,7 @@ def profile(
         _print_report(console, found)
         for name, path in (("trace", trace), ("picture", picture), ("report", report)):
             if path is not None:
-                console.print(f"{name}: {path}", markup=False, soft_wrap=True)
+                console.print(f"{name}: {path}", soft_wrap=True)
     if told["faults"]:
         raise typer.Exit(1)
 

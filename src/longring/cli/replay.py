@@ -187,7 +187,7 @@ def _print(console: Console, found: Replayed, report: Path | None) -> None:
     for said in (*found.notes, found.real, found.simulated):
         console.print(said, soft_wrap=True)
     if report is not None:
-        console.print(f"report: {report}", markup=False, soft_wrap=True)
+        console.print(f"report: {report}", soft_wrap=True)
 
 
 def _cost_table(found: Replayed) -> Table:
@@ -216,7 +216,7 @@ def _check_table(found: Replayed) -> Table:
         colour = "green" if check.ok else "bold red"
         numbers = (check.error, check.allowed, check.worst_error, check.worst_allowed)
         told = (f"{number:.1e}" for number in numbers)
-        table.add_row(f"[{colour}]{check.quantity}[/]", str(len(check.rows)), *told, f"{check.worst_row:,}")
+        table.add_row(screen.styled(check.quantity, colour), str(len(check.rows)), *told, f"{check.worst_row:,}")
     return table
 
 

@@ -1,11 +1,16 @@
-"""What commands print on: a console, tables that fit 80 columns, a bar while something takes long, JSON."""
+"""What commands print on: a console, tables that fit 80 columns, a bar while something takes long, JSON.
+
+Names of files, and texts in checkpoints and records, may come from strangers. None of their control characters reaches
+the terminal, and none of their brackets is read as rich's markup: styles are given as arguments, or by `styled`.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +20,21 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
     from rich.table import Table
+    from rich.text import Text
 
 WIDTH = 100  # of output that goes to no terminal
+_CONTROLS = re.compile(  # of ASCII and Latin-1, but newline and tab; and what turns the direction of the text around
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+)
+
+
+def shown(text: str) -> str:
+    """The text with control characters spelt out, as \\x1b: a terminal would obey them."""
+    return _CONTROLS.sub(lambda found: _spelt(ord(found[0])), text)
+
+
+def _spelt(code: int) -> str:
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
 
 
 def console(*, width: int = WIDTH) -> Console:
@@ -27,15 +45,28 @@ def console(*, width: int = WIDTH) -> Console:
         def on_broken_pipe(self) -> None:
             raise  # called while a BrokenPipeError is handled: main knows what to do with it
 
-    found = Screen(highlight=False)
-    return found if found.is_terminal else Screen(highlight=False, width=width)
+        def render(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+            """All that is printed comes through here: rich's own control sequences as such, the rest as text."""
+            for segment in super().render(*args, **kwargs):
+                yield segment if segment.control else segment._replace(text=shown(segment.text))
+
+    plainly: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
+    found = Screen(**plainly)
+    return found if found.is_terminal else Screen(**plainly, width=width)
+
+
+def styled(text: str, style: str) -> Text:
+    """For a cell of a table."""
+    from rich.text import Text
+
+    return Text(text, style)
 
 
 def progress(on: Console, *, quiet: bool = False) -> Progress:
     """A bar that is gone when the work is done; nothing at all where nobody looks."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     return Progress(*columns, console=on, transient=True, disable=quiet or not on.is_terminal)
 
 

@@ -198,12 +198,17 @@ class Screen:
 
     def note(self, text: str) -> None:
         with _whoever_looks():
-            self._console.print(text, markup=False, soft_wrap=True)
+            self._console.print(text, soft_wrap=True)
 
     def begin(self, *, step: int, steps: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
         self._bar = Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
         with _whoever_looks():
             self._bar.start()
@@ -244,10 +249,10 @@ def _conclude(config: Config, report: Report, as_json: bool) -> None:
         return
     console = screen.console()
     for line in _lines(config, report):
-        console.print(line, markup=False, soft_wrap=True)
-    console.print(f"{out}: metrics.jsonl, config.json, checkpoints", markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
+    console.print(f"{out}: metrics.jsonl, config.json, checkpoints", soft_wrap=True)
     if picture is not None:
-        console.print(f"picture: {picture}", markup=False, soft_wrap=True)
+        console.print(f"picture: {picture}", soft_wrap=True)
 
 
 def _lines(config: Config, report: Report) -> list[str]:

@@ -16,6 +16,7 @@ from . import joining, options, screen
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
     from ..bench.verify.ranks import Row
 
@@ -117,12 +118,12 @@ def _print_page(console: Console, found: dict[str, Any], rows: list[Row], second
             table.add_row(row.name, _mark(row), row.detail)
         console.print(table)
     for reason, names in _reasons(row for row in exact if row.status != "passed"):
-        console.print(f"{reason}: {names}", markup=False)
+        console.print(f"{reason}: {names}")
     console.print(_verdict(rows, seconds), style="bold red" if is_wrong(rows) else "bold green")
 
 
-def _mark(row: Row) -> str:
-    return f"[{MARKS[row.status]}]{row.status}[/]"
+def _mark(row: Row) -> Text:
+    return screen.styled(row.status, MARKS[row.status])
 
 
 def _matrix(rows: list[Row]) -> Any:
@@ -138,9 +139,9 @@ def _matrix(rows: list[Row]) -> Any:
     return table
 
 
-def _cell(row: Row) -> str:
+def _cell(row: Row) -> Text:
     words = {"passed": f"{row.numbers.get('budget_used', 0):.0%}", "failed": "WRONG", "not run": "not run"}
-    return f"[{MARKS[row.status]}]{words[row.status]}[/]"
+    return screen.styled(words[row.status], MARKS[row.status])
 
 
 def _reasons(rows: Iterable[Row]) -> list[tuple[str, str]]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import ArgumentError
+from .user_files import read_toml
 
 Phase = Literal["forward", "backward"]
 
@@ -125,12 +125,7 @@ def _read(file: Path, known_links: dict[str, Link]) -> dict[str, Hardware]:
 
 
 def _loaded(file: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as failure:
-        raise ArgumentError(f"{file} cannot be read: {failure.strerror or failure}") from failure
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as failure:
-        raise ArgumentError(f"{file} is no TOML: {failure}") from failure
+    return read_toml(file, str(file))
 
 
 def _links(told: dict[str, Any], file: Path) -> dict[str, Link]:

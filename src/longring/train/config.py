@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
@@ -15,6 +14,7 @@ from ..geometry.layouts import LAYOUTS
 from ..geometry.patterns import Dense, Dilated, Pattern
 from ..geometry.plans import PLANS
 from ..plan.quantities import count, spoken_count
+from ..plan.user_files import read_toml
 
 TASKS = ("language", "passkey")
 MODELS = ("decoder", "longnet")
@@ -240,14 +240,7 @@ def usual_feedforward(model: str, dim: int | None) -> int:
 
 
 def _of_file(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as failure:
-        raise ArgumentError(f"--config {path} cannot be read: {failure}") from failure
-    try:
-        told = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as failure:
-        raise ArgumentError(f"--config {path} is not TOML: {failure}") from failure
+    told = read_toml(path, f"--config {path}")
     found: dict[str, Any] = {}
     for name, value in told.items():
         if isinstance(value, dict):

@@ -6,6 +6,7 @@ a file, the letters under one header, a row, or what lies between two end tokens
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 from collections import Counter
@@ -13,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
-from os import fsencode
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -146,8 +146,8 @@ def open_corpus(path: Path | None, *, kind: str = "auto", case: str = "kept", wi
         found, name, kind = _standard_library(), f"Python {sys.version_info[0]}.{sys.version_info[1]} library", "text"
     else:
         path = Path(path)
-        found, name = find_files(path, without=without), path.resolve().name or str(path)
-    is_single = path is not None and path.is_file()
+        found, name = find_files(path, without=without), Path(os.path.realpath(path)).name or str(path)
+    is_single = path is not None and os.path.isfile(path)
     kind = _settled_kind(found, kind)
     sources, documents = _opened(found, kind, case == "upper", is_single)
     if not sources:
@@ -168,7 +168,7 @@ def _settled_kind(found: Found, kind: str) -> str:
 
 
 def _is_of_tokens(file: File) -> bool:
-    return file.suffix == ".npy" or (file.suffix == ".bin" and token_files.beside(file.path).exists())
+    return file.suffix == ".npy" or (file.suffix == ".bin" and os.path.exists(token_files.beside(file.path)))
 
 
 def _refusal_of_nothing(path: Path | None, left_out: Counter[str]) -> str:
@@ -284,7 +284,7 @@ def _vocabulary(sources: Iterable[Source]) -> tuple[int, int]:
 
 
 def _keys(sources: Sequence[Source], counts: NDArray[np.int64], firsts: NDArray[np.int64]) -> NDArray[np.uint64]:
-    names = np.array([named(fsencode(source.file.name)) for source in sources], np.uint64)
+    names = np.array([named(os.fsencode(source.file.name)) for source in sources], np.uint64)
     numbers = np.arange(counts.sum()) - np.repeat(firsts, counts)
     return scrambled(np.repeat(names, counts) + numbers.astype(np.uint64) * np.uint64(ODD))
 
@@ -294,7 +294,7 @@ def _fingerprint(case: str, vocabulary: int, end: int, sources: Iterable[Source]
     found = blake2b(f"{case} {vocabulary} {end}".encode(), digest_size=16)
     for source in sources:
         kind = _spoken_kind(source)
-        name = fsencode(source.file.name)
+        name = os.fsencode(source.file.name)
         found.update(f"\n{kind} {source.file.size} {len(name)} ".encode() + name + source.file.digest)
     return found.hexdigest()
 

@@ -66,12 +66,21 @@ def find_files(path: Path, wanted: Callable[[str, bool], bool] | None = None, *,
         raise ArgumentError(f"{path} cannot be read: {error.strerror}") from None
     if not stat.S_ISDIR(mode):
         raise ArgumentError(f"{path} is neither a file nor a folder")
-    return _of_folder(path, wanted or (lambda name, is_folder: True), None if without is None else without.resolve())
+    return _of_folder(path, wanted or (lambda name, is_folder: True), _identity(without))
 
 
-def _of_folder(folder: Path, wanted: Callable[[str, bool], bool], without: Path | None) -> Found:
+def _identity(folder: Path | None) -> tuple[int, int] | None:
+    """(device, inode) of a folder that is there."""
+    try:
+        status = None if folder is None else folder.stat()
+    except OSError:
+        return None
+    return None if status is None else (status.st_dev, status.st_ino)
+
+
+def _of_folder(folder: Path, wanted: Callable[[str, bool], bool], without: tuple[int, int] | None) -> Found:
     found, unreadable = Found([]), dict[str, str]()
-    names = sorted(_names(folder, "", wanted, without, found.left_out, unreadable), key=os.fsencode)
+    names = sorted(_names(folder, wanted, without, found.left_out, unreadable), key=os.fsencode)
     for name in names:
         try:
             file = _looked_at(folder / name, name)
@@ -89,45 +98,55 @@ def _of_folder(folder: Path, wanted: Callable[[str, bool], bool], without: Path 
 
 def _names(
     folder: Path,
-    under: str,
     wanted: Callable[[str, bool], bool],
-    without: Path | None,
+    without: tuple[int, int] | None,
     left_out: Counter[str],
     unreadable: dict[str, str],
 ) -> Iterator[str]:
-    """Relative names of regular files. Links stay behind: inside the folder they would repeat what they point to."""
-    try:
-        entries = list(os.scandir(folder / under))
-    except OSError as error:
-        unreadable[under or "."] = str(error.strerror)
-        return
-    for entry in entries:
-        name = f"{under}{entry.name}"
-        is_folder = entry.is_dir(follow_symlinks=False)
-        if not wanted(name, is_folder):
+    """Relative names of regular files. Links stay behind: inside the folder they would repeat what they point to.
+
+    A stack, since folders may be nested deeper than Python's calls can be.
+    """
+    ahead = [""]
+    while ahead:
+        under = ahead.pop()
+        try:
+            entries = list(os.scandir(folder / under))
+        except OSError as error:
+            unreadable[under or "."] = str(error.strerror)
             continue
-        if entry.name.startswith("."):
-            left_out["hidden"] += 1
-        elif entry.is_symlink():
-            left_out["link"] += 1
-        elif is_folder and _is_run(folder / name, without):
-            left_out["run"] += 1
-        elif is_folder:
-            yield from _names(folder, f"{name}/", wanted, without, left_out, unreadable)
-        elif entry.is_file(follow_symlinks=False):
-            yield name
-        else:
-            left_out["special"] += 1  # a pipe or a device, which might be waited for without end
+        for entry in entries:
+            name = f"{under}{entry.name}"
+            is_folder = entry.is_dir(follow_symlinks=False)
+            if not wanted(name, is_folder):
+                continue
+            if entry.name.startswith("."):
+                left_out["hidden"] += 1
+            elif entry.is_symlink():
+                left_out["link"] += 1
+            elif is_folder and _is_run(folder / name, without):
+                left_out["run"] += 1
+            elif is_folder:
+                ahead.append(f"{name}/")
+            elif entry.is_file(follow_symlinks=False):
+                yield name
+            else:
+                left_out["special"] += 1  # a pipe or a device, which might be waited for without end
 
 
-def _is_run(folder: Path, without: Path | None) -> bool:
+def _is_run(folder: Path, without: tuple[int, int] | None) -> bool:
     """Whether it is the folder that a run is to have, or has: by its lock, which a refused start leaves, too.
 
     Where the system has no locks nobody signs them, and it takes what the first step leaves.
     """
-    if without is not None and folder.resolve() == without:
+    if without is not None and _identity(folder) == without:
         return True
-    return is_lock(folder / LOCK) or all((folder / name).is_file() for name in ("config.json", "metrics.jsonl", LOCK))
+    try:
+        return is_lock(folder / LOCK) or all(
+            (folder / name).is_file() for name in ("config.json", "metrics.jsonl", LOCK)
+        )
+    except OSError:  # as of a path that is too long: reading the folder says so
+        return False
 
 
 def _refusal_of_unreadable(folder: Path, reasons: dict[str, str], most: int = 3) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
@@ -44,7 +45,7 @@ def task_of(config: Config) -> Task:
 def corpus_of(config: Config) -> Corpus:
     """Without the run's own folder, which would be other data with every step."""
     data, out = None if config.data is None else Path(config.data), Path(config.out)
-    if data is not None and data.is_dir() and out.resolve() == data.resolve():
+    if data is not None and os.path.isdir(data) and os.path.realpath(out) == os.path.realpath(data):
         raise ArgumentError(f"--out {out} is the folder of the data, and what a run writes is none; take another")
     return open_corpus(data, kind=config.kind, case=config.case, without=out)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from io import BytesIO
 from math import prod
 from pathlib import Path
-from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,14 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from ..errors import ArgumentError
+from ..plan.user_files import read_text
 from .files import STREAM, File, read_bytes, stream
 
 SUFFIXES = {".npy", ".bin"}
 MOST = 2**31 - 1  # tokens of a vocabulary
+MOST_INFERRED = 2**20  # tokens of a vocabulary that nobody named: a stray number would make an embedding of 137 GB
+MOST_ABOUT = 1 << 16  # bytes of the JSON beside a file
+MOST_HEADER = 1 << 16  # bytes at the beginning of a .npy
 _KEYS = {"dtype", "vocabulary", "end"}
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
@@ -71,7 +77,7 @@ def open_tokens(file: File) -> Tokens:
         dtype, offset, shape = _of_bin(file, about)
     if about.dtype not in (None, dtype):
         raise ArgumentError(f"{file.path} holds {dtype}, but {beside(file.path).name} says {about.dtype}")
-    vocabulary = about.vocabulary or _largest(file, dtype, offset) + 1
+    vocabulary = about.vocabulary or _inferred(file, dtype, offset)
     if len(shape) == 2:
         if about.end is not None:
             raise ArgumentError(f"{file.path}: its rows are documents; {beside(file.path).name} must not name an end")
@@ -86,7 +92,7 @@ def open_tokens(file: File) -> Tokens:
 
 def _about(file: File) -> About:
     path = beside(file.path)
-    if not path.exists():
+    if not os.path.exists(path):
         if file.suffix == ".bin":
             raise ArgumentError(
                 f"{file.path} needs a {path.name} beside it that says what its numbers are, such as "
@@ -94,8 +100,10 @@ def _about(file: File) -> About:
             )
         return About()
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        said = json.loads(read_text(path, str(path), most=MOST_ABOUT))
+    except ArgumentError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise ArgumentError(f"{path} is no JSON: {error}") from None
     if not isinstance(said, dict) or not said.keys() <= _KEYS:
         raise ArgumentError(f"{path} must be an object with no other keys than dtype, vocabulary and end, got {said!r}")
@@ -125,14 +133,16 @@ def _dtype(path: Path, name: Any) -> np.dtype[Any]:
 def _npy_header(file: File) -> tuple[np.dtype[Any], int, tuple[int, ...]]:
     """(dtype, bytes before the numbers, shape). Numpy reads the header alone: nothing of the file is ever unpickled."""
     try:
-        with file.path.open("rb") as opened:
-            version = npy.read_magic(opened)
+        with file.path.open("rb") as opened, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Python, about how a stranger's header is written
+            head = BytesIO(opened.read(MOST_HEADER))
+            version = npy.read_magic(head)
             if version not in _HEADERS:
                 raise ValueError(f"its format is {version}")
-            shape, by_columns, dtype = _HEADERS[version](opened)
-            offset = opened.tell()
-    except (OSError, ValueError, TypeError, SyntaxError, TokenError) as error:
-        raise ArgumentError(f"{file.path} cannot be read as .npy: {error}") from None
+            shape, by_columns, dtype = _HEADERS[version](head)
+            offset = head.tell()
+    except Exception as error:  # numpy parses an expression of Python, which fails in many ways
+        raise ArgumentError(f"{file.path} cannot be read as .npy: {str(error) or type(error).__name__}") from None
     if dtype.kind not in "ui" or len(shape) not in (1, 2) or not all(_is_whole(n) and n > 0 for n in shape):
         raise ArgumentError(
             f"{file.path} must hold whole numbers [tokens] or [documents, tokens], got {dtype} {list(shape)}"
@@ -167,6 +177,16 @@ def _blocks(file: File, dtype: np.dtype[Any], offset: int) -> Iterable[NDArray[A
         whole = len(part) // dtype.itemsize * dtype.itemsize
         rest = part[whole:]
         yield np.frombuffer(part[:whole], dtype)
+
+
+def _inferred(file: File, dtype: np.dtype[Any], offset: int) -> int:
+    found = _largest(file, dtype, offset) + 1
+    if found > MOST_INFERRED:
+        raise ArgumentError(
+            f"{file.path}: its largest token is {found - 1}, and a vocabulary above {MOST_INFERRED:,} must be named; if "
+            f'the number is right, write {{"vocabulary": {found}}} into {beside(file.path).name} beside the file'
+        )
+    return found
 
 
 def _largest(file: File, dtype: np.dtype[Any], offset: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ def newest(folder: Path, *, group: Any, timeout: float | None, of: str) -> Found
     if found:
         return found
     skipped = "".join(f"; skipped {name}: {why}" for name, why in found.skipped)
-    what = "holds no complete checkpoint" if folder.exists() else "does not exist"
+    what = "holds no complete checkpoint" if os.path.exists(folder) else "does not exist"
     raise ArgumentError(f"{of} {folder} {what}{skipped}. It is to be the folder that longring train --out names")
 
 
