@@ -18,12 +18,14 @@ from .quantities import spoken_bytes
 MOST = 1 << 20  # bytes of a file of settings
 DOTS = 4  # in one key; tomllib's time and memory grow with their square
 
-_NO_KEY = re.compile(  # strings and comments of TOML, in which dots mean nothing
+# Strings and comments of TOML, in which dots mean nothing. One that is never closed is an error, and nothing behind it
+# counts; without the question marks every such quote would be followed to the end of the file.
+_NO_KEY = re.compile(
     r"""
-      \"{3}(?:[^"\\]|\\.|"{1,2}(?!"))*+"{3,5}
-    | '''(?:[^']|'{1,2}(?!'))*+'{3,5}
-    | "(?:[^"\\\n]|\\.)*+"
-    | '[^'\n]*+'
+      "{3}(?:[^"\\]|\\.|"{1,2}(?!"))*+(?:"{3,5})?
+    | '{3}(?:[^']|'{1,2}(?!'))*+(?:'{3,5})?
+    | "(?:[^"\\\n]|\\.)*+"?
+    | '[^'\n]*+'?
     | \#[^\n]*+
     """,
     re.VERBOSE | re.DOTALL,

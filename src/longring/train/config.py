@@ -301,5 +301,5 @@ def _check(name: str, value: Any, *, is_optional: bool) -> None:
     elif name in ("fsdp", "activation_checkpointing", "restart_if_damaged"):
         if type(value) is not bool:
             raise ArgumentError(f"{spelt(name)} must be true or false, got {value!r}")
-    elif not isinstance(value, str) or not value:
+    elif not isinstance(value, str) or not value or "\0" in value:
         raise ArgumentError(f"{spelt(name)} must be a text, got {value!r}")

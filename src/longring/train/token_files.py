@@ -183,8 +183,8 @@ def _inferred(file: File, dtype: np.dtype[Any], offset: int) -> int:
     found = _largest(file, dtype, offset) + 1
     if found > MOST_INFERRED:
         raise ArgumentError(
-            f"{file.path}: its largest token is {found - 1}, and a vocabulary above {MOST_INFERRED:,} must be named; if "
-            f'the number is right, write {{"vocabulary": {found}}} into {beside(file.path).name} beside the file'
+            f"{file.path}: its largest token is {found - 1}, and a vocabulary above {MOST_INFERRED:,} must be named; "
+            f'if the number is right, write {{"vocabulary": {found}}} into {beside(file.path).name} beside the file'
         )
     return found
 
