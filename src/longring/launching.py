@@ -12,6 +12,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import socket
 import threading
@@ -30,7 +31,7 @@ import torch.distributed as dist
 from torch.cuda import nccl
 from torch.distributed.rendezvous import rendezvous
 
-from .errors import ArgumentError, PeerLost, RankFailed
+from .errors import ArgumentError, PeerLost, RankFailed, TransportError
 from .hearing import deafened
 from .interrupts import held_back
 
@@ -168,19 +169,30 @@ def _fresh(store: dist.Store, rank: int, ranks: int) -> dist.Store:
     if rank > 0:
         hello = uuid.uuid4().hex
         store.set(f"longring/hello/{rank}", hello)
-        name = store.get(f"longring/answer/{hello}").decode()
+        name = _name(store, f"longring/answer/{hello}")
         store.set(f"longring/heard/{name}/{rank}", "yes")
         return dist.PrefixStore(f"longring/{name}", store)
     name, waiting, until = uuid.uuid4().hex, set(range(1, ranks)), time.monotonic() + JOINING
     while waiting:
         for other in sorted(waiting):
             if store.check([f"longring/hello/{other}"]):
-                store.set(f"longring/answer/{store.get(f'longring/hello/{other}').decode()}", name)
+                store.set(f"longring/answer/{_name(store, f'longring/hello/{other}')}", name)
         waiting = {other for other in waiting if not store.check([f"longring/heard/{name}/{other}"])}
         if waiting and time.monotonic() > until:
             raise PeerLost(f"{_spoken(sorted(waiting))} did not join this world of {ranks} in time", rank=min(waiting))
         time.sleep(HELLO if waiting else 0)
     return dist.PrefixStore(f"longring/{name}", store)
+
+
+def _name(store: dist.Store, key: str) -> str:
+    """What a rank made up, 32 hexadecimal digits. Nothing protects the store: another program may write to it."""
+    found = store.get(key)
+    if not re.fullmatch(rb"[0-9a-f]{32}", found):
+        raise TransportError(
+            f"the store at which the ranks meet has {found[:40]!r} under {key}, which no rank wrote: another program "
+            "writes to it. It has no password; let nobody else reach its port (docs/networks.md)"
+        )
+    return found.decode()
 
 
 def ranks_on_gpus(local_ranks: int) -> int:
