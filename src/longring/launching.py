@@ -120,7 +120,14 @@ def _join(backend: str) -> None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     store, rank, ranks = _met()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, device_id=device)
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, device_id=device)
+    except MemoryError as error:  # as Gloo answers an address of a peer that is none
+        raise TransportError(
+            f"rank {rank} of {ranks} could not make its process group ({error}): memory ran out, or another program "
+            "writes to the store at which the ranks meet. It has no password; let nobody else reach its port "
+            "(docs/networks.md)"
+        ) from error
     _wait_for_all(store, rank, ranks)
 
 

@@ -69,3 +69,15 @@ def test_what_no_rank_wrote_into_the_store_is_one_clear_error(rank, foreign):
         launching._fresh(Overwritten(), rank, 2)
     assert "docs/networks.md" in str(told.value)
     assert len(str(told.value)) < 400
+
+
+def test_addresses_that_are_none_are_one_clear_error(monkeypatch):
+    """What Gloo did with one that another program had overwritten; sometimes it ends the process by SIGSEGV instead."""
+
+    def init_process_group(*args, **kwargs):
+        raise MemoryError("std::bad_alloc")
+
+    monkeypatch.setattr(launching, "_met", lambda: (dist.HashStore(), 1, 2))
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    with pytest.raises(TransportError, match=r"rank 1 of 2 could not make its process group \(std::bad_alloc\): memory"):
+        launching._join("gloo")
