@@ -79,5 +79,7 @@ def test_addresses_that_are_none_are_one_clear_error(monkeypatch):
 
     monkeypatch.setattr(launching, "_met", lambda: (dist.HashStore(), 1, 2))
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
-    with pytest.raises(TransportError, match=r"rank 1 of 2 could not make its process group \(std::bad_alloc\): memory"):
+    with pytest.raises(
+        TransportError, match=r"rank 1 of 2 could not make its process group \(std::bad_alloc\): memory"
+    ):
         launching._join("gloo")

@@ -280,14 +280,12 @@ def _print_case(console: Console, case: Case, rows: Sequence[Row]) -> None:
 
 def _print_cells(console: Console, title: str, heads: Sequence[str], lines: Sequence[tuple[str, ...]]) -> None:
     """Columns that are empty throughout are left out."""
-    from rich.text import Text
-
     if not lines:
         return
     kept = [i for i in range(len(heads)) if any(line[i] for line in lines)]
     table = screen.table(title, heads[0], numbers=tuple(heads[i] for i in kept[1:]))
     for line in lines:
-        table.add_row(*(Text(line[i]) for i in kept))
+        table.add_row(*(line[i] for i in kept))
     console.print(table)
 
 

@@ -12,6 +12,7 @@ from ..errors import ArgumentError, CheckpointError, RankFailed
 T = TypeVar("T")
 
 MOST_LOCAL = 4  # ranks on cores, unless somebody says how many
+MOST_STARTED = 1024  # processes of this machine; more of them is a slip of the keyboard
 
 
 def is_joined() -> bool:
@@ -41,6 +42,11 @@ def on_ranks(program: Callable[..., T], *args: Any, ranks: int, device: str) -> 
     """What the first rank returned; in a world that was started, this one."""
     from ..launching import launch
 
+    if ranks > MOST_STARTED and not is_joined():
+        raise ArgumentError(
+            f"--ranks must be at most {MOST_STARTED:,} where they are processes of this machine, got {ranks:,}; "
+            "on several machines start them by torchrun"
+        )
     try:
         return launch(program, *args, ranks=ranks, backend="gloo" if device == "cpu" else "auto")[0]
     except RankFailed as failure:

@@ -45,6 +45,10 @@ def console(*, width: int = WIDTH) -> Console:
         def on_broken_pipe(self) -> None:
             raise  # called while a BrokenPipeError is handled: main knows what to do with it
 
+        def render_str(self, text: str, **kwargs: Any) -> Text:
+            """Spelt out before a table is laid out, since control characters have no width."""
+            return super().render_str(shown(text), **kwargs)
+
         def render(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
             """All that is printed comes through here: rich's own control sequences as such, the rest as text."""
             for segment in super().render(*args, **kwargs):
@@ -59,7 +63,7 @@ def styled(text: str, style: str) -> Text:
     """For a cell of a table."""
     from rich.text import Text
 
-    return Text(text, style)
+    return Text(shown(text), style)
 
 
 def progress(on: Console, *, quiet: bool = False) -> Progress:
