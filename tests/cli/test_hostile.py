@@ -59,7 +59,7 @@ def test_a_console_shows_no_controls_of_others_and_keeps_its_own(monkeypatch):
     assert "\x07" not in written
     assert "\x9b" not in written
     assert "doing [bold]this[/]" in written
-    assert "\x1b[1;31mstyled \\x1b]0;pwn\\x9b31m" in written  # bold, as this program asked for
+    assert "\x1b[1;31mstyled \\x1b]0;pwn\\x07\\x9b31m" in written  # bold, as this program asked for
     assert "\x1b[?25l" in written  # the cursor, hidden beside a bar
 
 
