@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import TypedDict
 
 OUTSIDE = {"__main__.py", "bench", "cli", "factory.py", "integrations", "models", "nn", "sources.py", "train"}
-CHOOSING = {"__init__.py", "choose.py", "cost.py", "event_pace.py", "hardware.py", "hardware.toml", "links.py"}
+CHOOSING = {
+    "__init__.py",
+    "choose.py",
+    "cost.py",
+    "event_pace.py",
+    "hardware.py",
+    "hardware.toml",
+    "links.py",
+    "user_files.py",
+}
 IN_PLAN = CHOOSING | {"traffic.py"}
 SUFFIXES = {".py", ".toml"}
 ROOT_MODULES = "root modules"  # under which their hash goes, beside the packages'
