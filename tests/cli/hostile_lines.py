@@ -268,7 +268,7 @@ def main(count: int, seed: int, seconds: float = float("inf")) -> dict[str, obje
             if done == count or time.monotonic() - began > seconds:
                 break
             start = time.monotonic()
-            code, said, left = run(words, SECONDS)
+            code, said, left = run(words, min(SECONDS, began + seconds - time.monotonic()))
             done += 1
             slowest = max(slowest, (round(time.monotonic() - start, 1), shlex.join(words)[:300]))
             codes[str(code)] += 1

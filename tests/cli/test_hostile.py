@@ -145,7 +145,7 @@ def test_a_million_processes_are_a_slip_of_the_keyboard(tmp_path, capsys):
 def test_hostile_command_lines():
     """As many as fit into some seconds; more of them by hand: python tests/cli/hostile_lines.py 300"""
     done = subprocess.run(
-        [sys.executable, HERE / "hostile_lines.py", "1000", "3", "15"],
+        [sys.executable, HERE / "hostile_lines.py", "1000", "3", "10"],
         capture_output=True,
         text=True,
         timeout=110,
@@ -156,3 +156,16 @@ def test_hostile_command_lines():
     assert found["lines"] >= 5
     for kind in ("traceback", "raw", "controls", "left", "code"):
         assert found[kind] == [], kind
+
+
+@pytest.mark.parametrize("kind", ["pipe", "loop", "file", "device"])
+def test_a_run_writes_into_folders_only(tmp_path, capsys, kind):
+    out = tmp_path / "out"
+    if kind == "pipe":
+        os.mkfifo(out)
+    elif kind == "file":
+        out.write_text("")
+    else:
+        out.symlink_to(out if kind == "loop" else "/dev/zero")
+    assert cli._answered(["train", "--ranks", "1", "--out", str(out)], False) == 2
+    assert capsys.readouterr().err == f"error: --out {out} is no folder; name one, or a place where one can be made\n"

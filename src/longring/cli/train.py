@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import RankFailed
+from ..errors import ArgumentError, RankFailed
 from ..plan.quantities import spoken_bytes, spoken_count, spoken_seconds
 from . import joining, options, screen
 from .options import counted, named, numbered
@@ -148,6 +149,7 @@ def train(
     if dry_run:
         _plan(settled, as_json)
         return
+    _check_folder(settled.out)
     report = _trained(settled, quiet=as_json, keeps_batch=asked.batch is None)
     if joining.is_first():
         _conclude(replace(settled, batch=report.batch), report, as_json)
@@ -160,6 +162,12 @@ def _settled(asked: Config) -> Config:
     """Nothing left open, for the ranks and devices that there are."""
     ranks, device = joining.ranks_and_device(asked.ranks, asked.device)
     return asked.settled(device=device, ranks=ranks)
+
+
+def _check_folder(out: str) -> None:
+    """Before ranks are started. A link to itself is there, and nothing that its name leads to is."""
+    if os.path.lexists(out) and not os.path.isdir(out):
+        raise ArgumentError(f"--out {out} is no folder; name one, or a place where one can be made")
 
 
 def _trained(config: Config, *, quiet: bool, keeps_batch: bool) -> Report:
