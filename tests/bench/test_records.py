@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -183,3 +184,15 @@ def test_the_first_form_is_read(tmp_path):
     path.write_text(json.dumps(told))
     with pytest.raises(ArgumentError):
         Record.load(path)
+
+
+def test_what_is_no_small_file_of_json_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.json")
+    assert "is a pipe or a device" in refused(tmp_path / "pipe.json")
+    (tmp_path / "zero.json").symlink_to("/dev/zero")
+    assert "is a pipe or a device" in refused(tmp_path / "zero.json")
+    (tmp_path / "digits.json").write_text("9" * 5000)
+    assert "is no JSON, or was cut short: Exceeds the limit" in refused(tmp_path / "digits.json")
+    with (tmp_path / "sparse.json").open("wb") as file:
+        file.truncate(1 << 40)
+    assert "has more than 64 MiB" in refused(tmp_path / "sparse.json")

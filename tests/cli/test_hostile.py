@@ -59,6 +59,7 @@ def test_a_console_shows_no_controls_of_others_and_keeps_its_own(monkeypatch):
     assert "\x07" not in written
     assert "\x9b" not in written
     assert "doing [bold]this[/]" in written
+    assert "cell \\x1b]0;pwn\\x07\\x9b31m" in written  # whole: spelt out before the column got its width
     assert "\x1b[1;31mstyled \\x1b]0;pwn\\x07\\x9b31m" in written  # bold, as this program asked for
     assert "\x1b[?25l" in written  # the cursor, hidden beside a bar
 
@@ -73,12 +74,13 @@ def test_a_console_reads_no_markup(monkeypatch):
     assert console.file.getvalue().count(text) == 4
 
 
-def test_errors_and_tracebacks_show_no_controls(capsys):
-    for is_debugging in (False, True):
-        assert cli._answered([f"no{PWN}\u202e"], is_debugging) == 2
-        said = capsys.readouterr().err
-        assert "\\x1b]0;pwn\\x07\\x9b31m\\u202e" in said
-        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", said)
+@pytest.mark.parametrize("is_debugging", [False, True])
+def test_errors_and_tracebacks_show_no_controls(capsys, is_debugging):
+    assert cli._answered(["plan", "--hardware-file", f"no{PWN}\u202e"], is_debugging) == 2
+    said = capsys.readouterr().err
+    assert "no\\x1b]0;pwn\\x07\\x9b31m\\u202e cannot be read" in said
+    assert ("Traceback" in said) is is_debugging
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", said)
 
 
 def test_an_error_that_repeats_much_is_cut_in_its_middle(capsys):
