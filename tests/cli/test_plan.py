@@ -268,7 +268,7 @@ def refused(monkeypatch, capsys):
         ("--fit --ranks 5", "leave out --ranks and --nodes"),
         ("--max-tokens --reserve 137GiB --layers 1M", "not even 1,024 tokens fit 8 ranks of h200"),
         ("--hardware-file none.toml", "none.toml cannot be read: No such file"),
-        ("--hardware-file /dev/null", "say with --hardware which machine is meant, of"),
+        ("--hardware-file /dev/null", "/dev/null cannot be read: it is a pipe or a device"),
     ],
 )
 def test_bad_arguments_are_one_line_and_exit_code_2(refused, arguments, said):
@@ -279,6 +279,12 @@ def test_a_file_with_a_missing_field_says_which_file_entry_and_field(refused, tm
     path = tmp_path / "my.toml"
     path.write_text(BUILT_IN.read_text().replace("launch_seconds = 20e-6\n", ""))
     assert f"{path}: [hardware.gtx1080] lacks launch_seconds" in refused("--hardware-file", str(path))
+
+
+def test_with_a_file_of_ones_own_the_machine_must_be_named(refused, tmp_path):
+    (tmp_path / "my.toml").write_text("")
+    said = refused("--hardware-file", str(tmp_path / "my.toml"))
+    assert "say with --hardware which machine is meant, of" in said
 
 
 @pytest.mark.parametrize("tokens", ["1M", "1e6", "1_000_000", "1,000,000", "1000K"])
