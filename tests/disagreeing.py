@@ -7,6 +7,7 @@ function has an argument, that no case is about. The programs are found by name 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import threading
 import time
@@ -105,6 +106,13 @@ def generate(group: Any, *, from_another: bool = False, **words: Any) -> torch.T
             parameter.normal_()
     tokens = s.shard(torch.arange(6).unsqueeze(0))
     return model.generate(tokens, sharding=s, **{"new_tokens": 3, "temperature": 1.0, "seed": 7} | words)
+
+
+def shard_batch(group: Any, *, shift: int = 0, layout: str = "zigzag", **words: Any) -> Any:
+    from longring.integrations.transformers import shard_batch as function  # if transformers is installed
+
+    ids = torch.arange(24).reshape(2, 12) + shift
+    return function(ids, lr.Sharding(12, group, layout), timeout=TIMEOUT, **words)
 
 
 def save(group: Any, *, folder: str = "run", step: int = 1, keep: int = 2) -> Any:
@@ -233,6 +241,20 @@ KINDS = {
     ),
     "looking for checkpoints in run": Kind(find, [Case("find.folder", "call", {"folder": "elsewhere"})]),
 }
+LABELS, MASK = torch.arange(24).reshape(2, 12), torch.ones(2, 12, dtype=torch.int64)
+if importlib.util.find_spec("transformers") is not None:
+    KINDS["shard_batch"] = Kind(
+        shard_batch,
+        [
+            Case("shard_batch.input_ids", "input_ids", {"shift": 1}),
+            Case("shard_batch.labels", "labels", {"labels": LABELS.flip(1)}, {"labels": LABELS}),
+            Case("shard_batch.attention_mask", "attention_mask", {"attention_mask": MASK.tril(8)}),
+            Case("shard_batch.documents", "documents", {"documents": [0, 5, 12]}),
+            Case("shard_batch.sharding", "how tokens are dealt", {"layout": "striped"}),
+            Case("shard_batch.ignore_index", "ignore_index", {"ignore_index": -1}),
+            Case("shard_batch.sharding", "call", {"instead": "unshard"}),
+        ],
+    )
 PASSED_ON = ("ring_attention", "dilated_attention", "Attention.forward")  # what they share with attention is its
 
 # what a rank may give as it likes, and why
@@ -250,6 +272,7 @@ LOCAL = {
     "cross_entropy.group": "another group is another call",
     "cross_entropy.timeout": "how long this rank waits",
     "generate.tokens": "this rank's; what comes of them is compared at the end",
+    "shard_batch.timeout": "how long this rank waits",
     "save.state": "of plain values one rank's is written",
     "save.about": "rank 0's is kept",
     "save.group": "another group is another call",

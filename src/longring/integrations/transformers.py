@@ -23,6 +23,8 @@ from ..functional import attention
 from ..geometry.patterns import Dense, Problem
 from ..nn.loss import next_tokens
 from ..sharding import Sharding
+from ..transport.contract import check_timeout
+from .same_batch import check_same_batch
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -67,8 +69,12 @@ def shard_batch(
     attention_mask: Tensor | None = None,
     documents: Any = None,
     ignore_index: int = -100,
+    timeout: float | None = None,
 ) -> Batch:
     """This rank's part of a batch [batch, n] that every rank has whole.
+
+    That all ranks were given the same batch is checked, by checksums: Disagreement names what differs. It costs a pass
+    over the tokens and a small exchange, and on a GPU a wait for the device.
 
     Position ids are global, and restart at each document. Targets are shifted before they are dealt, so the loss is
     `longring.nn.loss.cross_entropy(logits, batch.targets, sharding=...)`, never the model's own, which would shift
@@ -78,25 +84,51 @@ def shard_batch(
                      token itself, as BERT does, deal labels with `sharding.shard` instead.
     attention_mask:  1 for tokens and 0 for padding behind them.
     documents:       boundaries [0, b1, ..., n] of packed documents, one list or one per row.
+    timeout:         seconds after which a silent rank is an error.
     """
     if not isinstance(sharding, Sharding):
         raise ArgumentError(f"sharding must be a longring.Sharding, got {sharding!r}")
+    with _telling_the_others(Dealt(sharding, None, None, {})):
+        given = _given(input_ids, labels, attention_mask, documents)
+        check_timeout(timeout)
+        targets = next_tokens(
+            input_ids if labels is None else labels,
+            documents=given.documents,
+            lengths=given.lengths,
+            ignore_index=ignore_index,
+        )
+        if input_ids.shape[1] != sharding.length:
+            raise LayoutError(f"input_ids hold {input_ids.shape[1]} tokens, but the sharding is of {sharding.length}")
+    check_same_batch(
+        sharding.transport,
+        {"input_ids": input_ids, "labels": labels},
+        {
+            "attention_mask": given.lengths,
+            "documents": given.documents,
+            "ignore_index": ignore_index,
+            "how tokens are dealt": sharding.shards,
+        },
+        timeout=timeout,
+    )
+    positions = _positions(sharding, given.documents).to(input_ids.device).expand(len(input_ids), -1)
+    inputs = {"input_ids": sharding.shard(input_ids), "position_ids": positions.contiguous()}
+    return Batch(inputs, sharding.shard(targets), sharding, given.documents, given.lengths)
+
+
+def _given(input_ids: Tensor, labels: Tensor | None, attention_mask: Tensor | None, documents: Any) -> Dense:
+    """The documents and lengths of a batch that does not contradict itself."""
     if not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
         got = list(input_ids.shape) if isinstance(input_ids, Tensor) else repr(input_ids)
         raise ArgumentError(f"input_ids must be [batch, n], got {got}")
     for name, x in (("labels", labels), ("attention_mask", attention_mask)):
         if x is not None and x.shape != input_ids.shape:
             raise ArgumentError(f"{name} must be {list(input_ids.shape)} as input_ids are, got {list(x.shape)}")
-    lengths = None if attention_mask is None else _lengths(attention_mask.to(torch.bool))
-    given = Dense(documents=documents, lengths=lengths)
+    given = Dense(
+        documents=documents, lengths=None if attention_mask is None else _lengths(attention_mask.to(torch.bool))
+    )
     batch, n = input_ids.shape
     given.check(Problem(batch, n, n, 1, 0))
-    targets = next_tokens(
-        input_ids if labels is None else labels, documents=documents, lengths=lengths, ignore_index=ignore_index
-    )
-    positions = _positions(sharding, given.documents).to(input_ids.device).expand(batch, -1)
-    inputs = {"input_ids": sharding.shard(input_ids), "position_ids": positions.contiguous()}
-    return Batch(inputs, sharding.shard(targets), sharding, given.documents, given.lengths)
+    return given
 
 
 class Dealt(NamedTuple):
