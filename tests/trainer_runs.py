@@ -98,7 +98,6 @@ def collated(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "equal": {},
     "unequal, accumulated": {"gradient_accumulation_steps": 2},
     "packed": {"gradient_checkpointing": True},
     "bert, unequal": {"gradient_accumulation_steps": 1},
@@ -109,6 +108,9 @@ CASES: dict[str, dict[str, Any]] = {
         "save_steps": 2,
     },
 }
+
+
+SEVERAL_ROWS = ["unequal, accumulated", "equal, the best"]  # BERT's own loss is no mean over the tokens of all rows
 
 
 def model(name: str, attention: str) -> Any:
@@ -163,8 +165,10 @@ def trainer(kind: Any, name: str, attention: str, folder: str, **changes: Any) -
 def ran(kind: Any, name: str, attention: str) -> Outcome:
     with tempfile.TemporaryDirectory() as own:
         made = trainer(kind, name, attention, _shared(own), **CASES[name])
+        if name == "packed":  # also before training, which must not keep the model from being wrapped
+            made.evaluate()
         made.train()
-        data = examples(name.removeprefix("bert, ").partition(",")[0])
+        data = made.train_dataset
         found = made.predict(data)
         unlabelled = made.predict([{k: x for k, x in row.items() if k != "labels"} for row in data])
         made.evaluate()
@@ -202,9 +206,24 @@ def of_stock(names: list[str]) -> list[Outcome]:
     return [ran(Trainer, name, "sdpa") for name in names]
 
 
-def of_ranks(names: list[str], context_parallel_size: int | None = None) -> list[Outcome]:
+def of_two_ranks() -> dict[str, Any]:
     torch.set_num_threads(1)
-    return [ran(PairTrainer if context_parallel_size else LongTrainer, name, "longring") for name in names]
+    return {
+        "sharded": {name: ran(LongTrainer, name, "longring") for name in CASES},
+        "data parallel": dict(zip(SEVERAL_ROWS, of_stock(SEVERAL_ROWS), strict=True)),
+        "resumed": resumed(),
+        "rank of workers": rank_of_workers(),
+        "refused": [refused(number) for number in range(len(REFUSED))],
+    }
+
+
+def of_four_ranks() -> dict[str, Any]:
+    torch.set_num_threads(1)
+    few = ["unequal, accumulated", "bert, unequal"]
+    return {
+        "sharded": {name: ran(LongTrainer, name, "longring") for name in few},
+        "data and context parallel": {name: ran(PairTrainer, name, "longring") for name in SEVERAL_ROWS},
+    }
 
 
 # ------------------------------------------------------------------------------------------------- saved and resumed
@@ -213,6 +232,50 @@ def of_ranks(names: list[str], context_parallel_size: int | None = None) -> list
 class Stopping(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_training_stop = state.global_step == 3
+
+
+def rank_of_workers() -> int:
+    """With which the Trainer seeds the processes that load data, and draw where the collator does."""
+    with tempfile.TemporaryDirectory() as own:
+        made = trainer(LongTrainer, "equal", "longring", own, dataloader_num_workers=1)
+        return made.get_train_dataloader().worker_init_fn.keywords["rank"]
+
+
+REFUSED: list[tuple[str, dict[str, Any]]] = [  # a part of the message, and what is asked for
+    ("label_smoothing_factor is not built", {"label_smoothing_factor": 0.1}),
+    ("compute_loss_func is not built", {"compute_loss_func": lambda *given, **more: None}),
+    ("output_router_logits=True", {"router": True}),
+    ("computes its loss by another", {"loss": "another"}),
+    ("got token_type_ids; override shard_inputs", {"more": {"token_type_ids": torch.zeros(LENGTH, dtype=torch.int64)}}),
+    ("position_ids must count up by one", {"more": {"position_ids": 2 * torch.arange(LENGTH)}}),
+    ("position_ids must be [batch, n] and begin at 0", {"more": {"position_ids": 1 + torch.arange(LENGTH)}}),
+    ("a batch without labels has no loss", {"without": "labels"}),
+    ("dispatch_batches=True is not built", {"accelerator_config": {"dispatch_batches": True}}),
+    ("eval_use_gather_object=True is not built", {"eval_use_gather_object": True}),
+    ("context_parallel_size must divide the 2 processes, got 3", {"size": 3}),
+]
+
+
+def refused(number: int) -> str:
+    """What this rank raises."""
+    asked = dict(REFUSED[number][1])
+    more, without = asked.pop("more", {}), asked.pop("without", "")
+    loss, router, size = asked.pop("loss", None), asked.pop("router", False), asked.pop("size", None)
+    kind = type("Asking", (LongTrainer,), {"context_parallel_size": size})
+    with tempfile.TemporaryDirectory() as own:
+        try:
+            function = asked.pop("compute_loss_func", None)
+            made = trainer(kind, "equal", "longring", own, **asked)
+            made.compute_loss_func = function
+            made.model.config.output_router_logits = router
+            if loss is not None:
+                made.model.loss_function = type(loss, (), {"__name__": loss})()
+            rows = [{**row, **more} for row in examples("equal")[:2]]
+            batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0] if name != without}
+            made.compute_loss(made.model, batch)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def resumed() -> tuple[list[float], list[float]]:

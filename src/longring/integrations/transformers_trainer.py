@@ -188,6 +188,17 @@ class ContextParallelMixin(Trainer):
         whole = batch.sharding.unshard(_logits(outputs), timeout=self.attention_options.get("timeout"))
         return loss, whole, labels
 
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """As the Trainer's own. A model evaluated before `train` must still be wrapped in DDP by it.
+
+        Accelerate marks a model that it prepared for evaluation, and takes it for wrapped when training begins:
+        gradients would then never be averaged.
+        """
+        found = super().evaluation_loop(*args, **options)
+        if not (self.is_in_train or self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            self.model._is_accelerate_prepared = False
+        return found
+
     def _outputs(self, model: Any, inputs: Mapping[str, Any]) -> tuple[Batch, Any]:
         batch = self.shard_inputs(inputs)
         with sharded(batch, **self.attention_options):
