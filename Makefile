@@ -12,6 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FRAMEWORKS := $(VENV)/.frameworks
+OLDEST := $(VENV)/oldest_transformers
 SITE_TOOLS := $(VENV)/.site_tools
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 # Refuses every file whose SHA-256 is not in these lists. The editable install that follows finds the packages there.
@@ -52,7 +53,7 @@ test: check
 
 # What takes longer than a test may: the slow tests, random search instead of settled examples, and training that is
 # stalled, killed and started anew.
-soak: $(FRAMEWORKS)
+soak: $(FRAMEWORKS) $(OLDEST)/.installed
 	env -u OMP_NUM_THREADS $(BIN)/python -m pytest -m slow --timeout=3000
 	env -u OMP_NUM_THREADS HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest --timeout=3000 $(SOAK_ARGS) \
 		tests/geometry/test_tiles.py tests/geometry/test_itinerary.py tests/contracts \
@@ -71,7 +72,7 @@ docs: $(SITE_TOOLS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "out/site/index.html; with search: $(BIN)/python -m http.server --directory out/site"
 
-check: $(FRAMEWORKS)
+check: $(FRAMEWORKS) $(OLDEST)/.installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
@@ -104,6 +105,14 @@ $(FRAMEWORKS): $(STAMP) hashes/frameworks.txt hashes/sources.txt
 	@$(PIP_VERIFIED) --requirement hashes/frameworks.txt
 	@DS_BUILD_OPS=0 $(PIP_VERIFIED) --no-build-isolation --requirement hashes/sources.txt
 	@DS_BUILD_OPS=0 $(PIP_INSTALL) --no-build-isolation --editable ".[transformers,lightning,deepspeed,fairscale]"
+	@touch $@
+
+# The oldest transformers that we take, in a folder of its own, which one test puts before the pinned one. Without
+# dependencies but those that must differ: torch above all is the one of .venv.
+$(OLDEST)/.installed: tests/oldest_transformers.txt | $(STAMP)
+	@echo "installing the oldest transformers that is supported into $(OLDEST)"
+	@rm -rf $(OLDEST)
+	@$(BIN)/python -m pip install --quiet --no-deps --no-compile --target $(OLDEST) --requirement tests/oldest_transformers.txt
 	@touch $@
 
 $(SITE_TOOLS): $(STAMP) hashes/docs.txt

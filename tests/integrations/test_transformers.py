@@ -71,6 +71,7 @@ from hugging import (
     tokens,
 )
 from longring.integrations import transformers as integration
+from longring.integrations.same_batch import checksums
 from longring.integrations.transformers import attend, register, requested, shard_batch, sharded
 from longring.nn.loss import cross_entropy
 from longring.testing import run_ranks
@@ -388,6 +389,51 @@ def test_padding_is_neither_predicted_nor_predicts_and_labels_may_differ_from_to
     assert shard_batch(ids, s, labels=torch.tensor([[-100, -100, 7, 8]])).targets.tolist() == [[-100, 7, 8, -100]]
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", ["input_ids", "labels", "attention_mask"])
+def test_ranks_that_were_given_different_batches_all_hear_it(name, ranks):
+    """Of one shape, their loss would be wrong without an error. Nobody else differs."""
+    given = {"input_ids": tokens(), "labels": tokens(), "attention_mask": padding()}
+    other = {"input_ids": tokens().flip(1), "labels": tokens().flip(0), "attention_mask": torch.ones_like(tokens())}
+
+    def program(group):
+        mine = {**given, name: other[name]} if group.rank == 1 else given
+        try:
+            shard_batch(sharding=lr.Sharding(LENGTH, group), timeout=20.0, **mine)
+        except lr.Disagreement as error:
+            return str(error)
+
+    for said in run_ranks(ranks, program):
+        assert said.startswith("shard_batch needs the same batch on every rank of a sequence's group; a data loader")
+        differ = said.partition("disagree ")[2]
+        assert f"{name}: " in differ
+        assert not any(f"{word}: " in differ for word in given.keys() - {name})
+
+
+def test_what_a_rank_refuses_of_its_batch_the_others_hear_of(monkeypatch):
+    heard = []
+    monkeypatch.setattr(Loopback, "decline", lambda transport, error: heard.append((transport.rank, str(error))))
+
+    def program(group):
+        shard_batch(tokens()[:, group.rank :], lr.Sharding(LENGTH, group), timeout=20.0)
+
+    with pytest.raises(lr.LayoutError, match=f"rank 1: input_ids hold {LENGTH - 1} tokens, but the sharding is of 29"):
+        run_ranks(2, program)
+    assert [rank for rank, _ in heard] == [1]
+
+
+def test_checksums_tell_values_places_and_shapes_apart():
+    """Of any dtype, and of numbers that are as large as they get."""
+    x = torch.tensor([[5, 6, -100, 2**62]])
+    others = [x.flip(1), x + 1, x.T, x[:, :3], torch.cat([x, x], 1), torch.tensor([[6, 5, -100, 2**62]])]
+    found = [checksums({"x": each})["x"] for each in (x, *others)]
+    assert len(set(found)) == len(found)
+    assert checksums({"x": torch.ones(2, 3, dtype=torch.bool), "y": None}) == {
+        "x": checksums({"x": torch.ones(2, 3, dtype=torch.int32)})["x"],
+        "y": None,
+    }
+
+
 # -------------------------------------------------------------------------------------------------- what is refused
 
 
@@ -459,17 +505,18 @@ def test_a_model_that_works_on_its_mask_is_told_that_there_is_none():
 
 def test_mask_functions_that_nobody_here_knows_are_refused():
     made = model("llama", "longring")
-    about = (made.config, torch.zeros(1, LENGTH, 24), None, None)
+    about = {"inputs_embeds": torch.zeros(1, LENGTH, 24), "attention_mask": None, "past_key_values": None}
     for changes in ("or_mask_function", "and_mask_function"):
         with pytest.raises(lr.NotBuilt, match=r"or_masks|a function of its own \(.*<lambda>"):
-            create_causal_mask(*about, **{changes: lambda b, h, q, k: q == k})
+            create_causal_mask(made.config, **about, **{changes: lambda b, h, q, k: q == k})
     made.config.attention_chunk_size = 8
     with pytest.raises(lr.NotBuilt, match="chunked_overlay"):
-        create_chunked_causal_mask(*about)
+        create_chunked_causal_mask(made.config, **about)
 
 
 def test_a_mask_is_for_the_lengths_it_was_made_for():
-    mask = create_causal_mask(model("llama", "longring").config, torch.zeros(1, LENGTH, 24), None, None)
+    states = torch.zeros(1, LENGTH, 24)
+    mask = create_causal_mask(model("llama", "longring").config, states, attention_mask=None, past_key_values=None)
     q = torch.zeros(1, 4, 5, 8)
     with pytest.raises(lr.LayoutError, match=f"5 queries and 5 keys, but its mask was made for {LENGTH} and {LENGTH}"):
         attend(torch.nn.Module(), q, q, q, mask)
@@ -568,7 +615,10 @@ MIXING = {
         Lfm2ForCausalLM,
         Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]),
     ),
-    r"RecurrentGemmaModel has a convolution \(layers.0": (RecurrentGemmaForCausalLM, RecurrentGemmaConfig(**GROUPED)),
+    r"RecurrentGemmaModel has a convolution \(layers.0": (
+        RecurrentGemmaForCausalLM,
+        RecurrentGemmaConfig(**{**GROUPED, "num_hidden_layers": 3}),
+    ),
     "trigram_input mixes neighbouring tokens": (MobileBertModel, MobileBertConfig(vocab_size=VOCABULARY)),
 }
 
@@ -790,7 +840,16 @@ def test_unregistered_transformers_refuses_the_name():
 
 def test_without_transformers_its_name_and_remedy_are_said():
     done = said_by("import sys; sys.modules['transformers'] = None\nimport longring.integrations.transformers")
-    assert "needs transformers of 5.22 or later; install it with: pip install 'longring[transformers]'" in done.stderr
+    assert "needs transformers of 5.8 or later; install it with: pip install 'longring[transformers]'" in done.stderr
     assert (
         said_by("import longring, longring.integrations, sys; assert 'transformers' not in sys.modules").returncode == 0
     )
+
+
+@pytest.mark.parametrize(("version", "is_refused"), [("4.57.1", True), ("5.7.0", True), ("5.8.0", False), ("6.0", False)])
+def test_versions_that_are_too_old_are_refused_before_the_first_call(monkeypatch, version, is_refused):
+    monkeypatch.setattr("transformers.__version__", version)
+    if not is_refused:
+        return register()
+    with pytest.raises(ImportError, match=rf"needs transformers of 5\.8 or later; .* \(this is transformers {version}\)"):
+        register()

@@ -9,6 +9,7 @@ where no context of the forward is set any more. What is not understood is refus
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -26,13 +27,15 @@ from ..sharding import Sharding
 from ..transport.contract import check_timeout
 from .same_batch import check_same_batch
 
+NEEDED = (
+    "longring.integrations.transformers needs transformers of 5.8 or later; "
+    "install it with: pip install 'longring[transformers]'"
+)
 try:
+    import transformers
     from transformers import AttentionInterface, AttentionMaskInterface
 except ImportError as error:
-    raise ImportError(
-        "longring.integrations.transformers needs transformers of 5.22 or later; "
-        "install it with: pip install 'longring[transformers]'"
-    ) from error
+    raise ImportError(NEEDED) from error
 
 NAME = "longring"
 MASKS = "transformers.masking_utils"
@@ -44,6 +47,8 @@ CROSS = (
 
 def register() -> None:
     """Make attn_implementation="longring" known to transformers. Calling it again changes nothing."""
+    if tuple(int(number) for number in re.findall(r"\d+", transformers.__version__)[:2]) < (5, 8):
+        raise ImportError(f"{NEEDED} (this is transformers {transformers.__version__})")
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, requested)
 
