@@ -8,47 +8,19 @@ torchrun --standalone --nproc-per-node 2 examples/transformers_trainer.py    # t
 import argparse
 import os
 import tempfile
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
 
 import longring as lr
-from longring.integrations.transformers import register, shard_batch, sharded
-from longring.nn.loss import cross_entropy
+from longring.integrations.transformers import register
+from longring.integrations.transformers_trainer import ContextParallelMixin
 
 VOCABULARY, TOKENS, EXAMPLES = 61, 201, 16
 
 
-class LongTrainer(Trainer):
-    """All ranks read the same examples, and each holds its part of every one of them."""
-
-    loss_is_scaled_for_ga = False  # a mean over this batch
-
-    def get_train_dataloader(self) -> DataLoader:
-        """The Trainer's own would deal other examples to every rank."""
-        order = torch.Generator().manual_seed(self.args.seed)
-        return DataLoader(
-            self.train_dataset,
-            self.args.per_device_train_batch_size,
-            shuffle=True,
-            generator=order,
-            collate_fn=self.data_collator,
-        )
-
-    def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        group = dist.group.WORLD if dist.is_initialized() else None
-        sharding = lr.Sharding(inputs["input_ids"].shape[1], group, "zigzag")
-        batch = shard_batch(sharding=sharding, **inputs)
-        with sharded(batch):
-            outputs = model(**batch.inputs)
-        # DistributedDataParallel, in which the Trainer wraps the model, averages gradients over the ranks
-        loss = cross_entropy(outputs.logits, batch.targets, sharding=sharding, gradients="mean")
-        return (loss, outputs) if return_outputs else loss
+class LongTrainer(ContextParallelMixin, Trainer):
+    """Every sequence is sharded over all ranks, in train, evaluate and predict."""
 
 
 def examples() -> list[dict[str, torch.Tensor]]:
@@ -56,12 +28,14 @@ def examples() -> list[dict[str, torch.Tensor]]:
     counts = torch.arange(TOKENS)
     made = [{"input_ids": (counts + 7 * number) % VOCABULARY} for number in range(EXAMPLES)]
     for number, example in enumerate(made):
-        example["attention_mask"] = (counts < TOKENS - 3 * number).long()
+        is_token = counts < TOKENS - 3 * number
+        example["attention_mask"] = is_token.long()
+        example["labels"] = example["input_ids"].where(is_token, -100)  # as collators of transformers mark padding
     return made
 
 
-def program(steps: int) -> list[float]:
-    """What each rank runs: the loss of every step."""
+def program(steps: int) -> tuple[list[float], float]:
+    """What each rank runs: the loss of every step, and that of the evaluation at the end."""
     register()
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -77,6 +51,7 @@ def program(steps: int) -> list[float]:
         arguments = TrainingArguments(
             output_dir=folder,
             per_device_train_batch_size=4,
+            per_device_eval_batch_size=3,
             max_steps=steps,
             learning_rate=3e-3,
             lr_scheduler_type="constant",
@@ -88,10 +63,12 @@ def program(steps: int) -> list[float]:
             use_cpu=True,
             ddp_find_unused_parameters=False,
         )
-        trainer = LongTrainer(model=model, args=arguments, train_dataset=examples())  # type: ignore[arg-type]
+        data = examples()
+        trainer = LongTrainer(model=model, args=arguments, train_dataset=data, eval_dataset=data)  # type: ignore[arg-type]
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        evaluated = trainer.evaluate()["eval_loss"]
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], evaluated
 
 
 def main() -> None:
@@ -100,11 +77,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     asked = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", 0)) or asked.ranks
-    losses = lr.launch(program, asked.steps, ranks=ranks)[0] if ranks else program(asked.steps)
+    losses, evaluated = lr.launch(program, asked.steps, ranks=ranks)[0] if ranks else program(asked.steps)
     if int(os.environ.get("RANK", 0)) == 0:
         print(f"{TOKENS} tokens on {ranks or 1} ranks")
         for step, loss in enumerate(losses, 1):
             print(f"step {step} loss {loss:.5f}")
+        print(f"evaluation loss {evaluated:.5f}")
 
 
 if __name__ == "__main__":

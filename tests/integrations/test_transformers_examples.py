@@ -20,12 +20,15 @@ def losses(example, *options):
     command = [sys.executable, EXAMPLES / example, "--steps", "3", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=115)
     assert done.returncode == 0, done.stderr
-    return [float(loss) for loss in re.findall(r"^step \d loss (\S+)$", done.stdout, re.MULTILINE)]
+    return [float(loss) for loss in re.findall(r"^(?:step \d|evaluation) loss (\S+)$", done.stdout, re.MULTILINE)]
 
 
-@pytest.mark.parametrize(("example", "ranks"), [("transformers_trainer.py", "2"), ("transformers_accelerate.py", "4")])
-def test_training_gives_the_losses_of_one_process(example, ranks):
+@pytest.mark.parametrize(
+    ("example", "ranks", "printed"), [("transformers_trainer.py", "2", 4), ("transformers_accelerate.py", "4", 3)]
+)
+def test_training_gives_the_losses_of_one_process(example, ranks, printed):
+    """Of three steps, and of the Trainer's evaluation behind them."""
     alone = losses(example)
-    assert len(alone) == 3
+    assert len(alone) == printed
     assert alone[2] < alone[0]
     assert losses(example, "--ranks", ranks) == pytest.approx(alone, rel=1e-4)
