@@ -846,10 +846,14 @@ def test_without_transformers_its_name_and_remedy_are_said():
     )
 
 
-@pytest.mark.parametrize(("version", "is_refused"), [("4.57.1", True), ("5.7.0", True), ("5.8.0", False), ("6.0", False)])
+@pytest.mark.parametrize(
+    ("version", "is_refused"), [("4.57.1", True), ("5.7.0", True), ("5.8.0", False), ("6.0", False)]
+)
 def test_versions_that_are_too_old_are_refused_before_the_first_call(monkeypatch, version, is_refused):
     monkeypatch.setattr("transformers.__version__", version)
     if not is_refused:
         return register()
-    with pytest.raises(ImportError, match=rf"needs transformers of 5\.8 or later; .* \(this is transformers {version}\)"):
+    with pytest.raises(
+        ImportError, match=rf"needs transformers of 5\.8 or later; .* \(this is transformers {version}\)"
+    ):
         register()

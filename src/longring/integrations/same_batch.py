@@ -17,8 +17,8 @@ from ..transport.process_group import ProcessGroupTransport
 
 CALL = "shard_batch"
 REMEDY = (
-    "shard_batch needs the same batch on every rank of a sequence's group; a data loader or sampler that gives each rank "
-    "examples of its own must do so per group, and a collator that draws at random must draw the same on its ranks"
+    "shard_batch needs the same batch on every rank of a sequence's group; a data loader or sampler that gives each "
+    "rank examples of its own must do so per group, and a collator that draws at random must draw the same on its ranks"
 )
 # Odd constants of splitmix64 as int64, whose products wrap around on every device
 _STEP, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15

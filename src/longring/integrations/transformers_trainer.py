@@ -53,7 +53,7 @@ class ContextParallelMixin(Trainer):
 
     context_parallel_size: int | None = None
     layout: str = "zigzag"
-    attention_options: Mapping[str, Any] = {}  # noqa: RUF012 - a mapping, which nobody changes
+    attention_options: Mapping[str, Any] = {}
 
     # ------------------------------------------------------------------------------------- which process reads what
 
@@ -63,8 +63,9 @@ class ContextParallelMixin(Trainer):
         self._check_arguments()
         self.context_ranks = self._ranks()
         if self.context_ranks.context_size > 1:
-            self.accelerator.prepare_data_loader = self._prepare_data_loader
-            self.accelerator.gather = self._gather  # which gather_for_metrics calls, and then drops duplicates
+            accelerator: Any = self.accelerator
+            accelerator.prepare_data_loader = self._prepare_data_loader
+            accelerator.gather = self._gather  # which gather_for_metrics calls, and then drops duplicates
 
     def _check_arguments(self) -> None:
         args = self.args
@@ -92,7 +93,8 @@ class ContextParallelMixin(Trainer):
         """As Accelerator.prepare_data_loader, but the processes of a context parallel group read the same batches."""
         from accelerate.data_loader import prepare_data_loader
 
-        a, ranks = self.accelerator, self.context_ranks
+        ranks = self.context_ranks
+        a: Any = self.accelerator
         seed = loader.worker_init_fn
         if isinstance(seed, partial) and "rank" in seed.keywords:  # the Trainer's: workers of a group draw the same
             loader.worker_init_fn = partial(seed, rank=ranks.data_rank)
@@ -196,7 +198,8 @@ class ContextParallelMixin(Trainer):
         """
         found = super().evaluation_loop(*args, **options)
         if not (self.is_in_train or self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            self.model._is_accelerate_prepared = False
+            model: Any = self.model
+            model._is_accelerate_prepared = False
         return found
 
     def _outputs(self, model: Any, inputs: Mapping[str, Any]) -> tuple[Batch, Any]:
@@ -225,13 +228,15 @@ class ContextParallelMixin(Trainer):
         if self.compute_loss_func is not None or self.label_smoother is not None:
             name = "label_smoothing_factor" if self.compute_loss_func is None else "compute_loss_func"
             raise NotBuilt(f"{name} is not built for the Trainer over ranks, which computes the cross-entropy itself")
-        model = self.accelerator.unwrap_model(self.model)
+        model: Any = self.accelerator.unwrap_model(self.model)
         model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
         if getattr(model.config, "output_router_logits", False):
             raise NotBuilt("output_router_logits=True adds a loss of the router, which is not built over ranks")
         name = getattr(model.loss_function, "__name__", repr(model.loss_function))
         if name not in SHIFTED:
-            raise NotBuilt(f"{type(model).__name__} computes its loss by {name}; over ranks {', '.join(SHIFTED)} are built")
+            raise NotBuilt(
+                f"{type(model).__name__} computes its loss by {name}; over ranks {', '.join(SHIFTED)} are built"
+            )
         return SHIFTED[name]
 
 
