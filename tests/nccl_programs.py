@@ -10,7 +10,9 @@ from torch.distributed.fsdp import fully_shard
 from training_runs import CONTEXT, DATA, Place, Run, made, optimiser_of, trained, whole_parameters
 
 import longring as lr
+from longring.integrations.same_batch import check_same_batch
 from longring.testing import Result, judge
+from longring.transport.select import transport_for
 
 LENGTH, TIMEOUT = 211, 60.0
 PATTERNS = {"zigzag": lr.Dense(causal=True), "contiguous": lr.Dilated([32, 64, 256], [1, 2, 4])}
@@ -44,6 +46,21 @@ def judged(group: Any, layout: str, pattern: Any, schedule: str, seed: int) -> l
     got = [s.unshard(x.detach(), timeout=TIMEOUT) for x in parts]
     found = judge(Result(got[0], got[1].transpose(1, 2), *got[2:]), *whole[:3], pattern, whole[3])
     return [f"{schedule}, {pattern}: {one}" for one in found if not one.ok]
+
+
+def different_batches(group: Any) -> list[str]:
+    """In a group of all backends and, on GPUs, in one of NCCL alone: the same batch on each device, then another."""
+    groups = [dist.new_group()] + ([dist.new_group(backend="nccl")] if device() == "cuda" else [])
+    ids, said = torch.arange(3_000).reshape(3, 1_000), []
+    for each in groups:
+        transport = transport_for(each)
+        for place in sorted({"cpu", device()}):
+            check_same_batch(transport, {"input_ids": ids.to(place)}, {"documents": None}, timeout=TIMEOUT)
+        try:
+            check_same_batch(transport, {"input_ids": ids.to(device()) + transport.rank}, {}, timeout=TIMEOUT)
+        except lr.Disagreement as error:
+            said.append(str(error))
+    return said
 
 
 def fsdp2(group: Any) -> Run:

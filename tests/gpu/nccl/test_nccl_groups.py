@@ -64,6 +64,13 @@ def test_attention_in_rows_of_a_mesh_and_over_all_of_it(shape):
     )
 
 
+def test_ranks_that_were_given_different_batches_all_hear_it():
+    """With checksums of CUDA tensors, and in a group that has no way for those of the host."""
+    for said in results(2, "nccl_programs:different_batches", limit=LIMIT, **shared_gpu.world(2)):
+        assert len(said) == 2
+        assert all("ranks disagree: input_ids is [3, 1000] with checksum" in each for each in said)
+
+
 def test_fsdp2_beside_rings_trains_as_one_process():
     for run in results(4, "nccl_programs:fsdp2", limit=LIMIT, **shared_gpu.world(4)):
         check(run, torch.float64)
