@@ -109,10 +109,10 @@ $(FRAMEWORKS): $(STAMP) hashes/frameworks.txt hashes/sources.txt
 
 # The oldest transformers that we take, in a folder of its own, which one test puts before the pinned one. Without
 # dependencies but those that must differ: torch above all is the one of .venv.
-$(OLDEST)/.installed: tests/oldest_transformers.txt | $(STAMP)
+$(OLDEST)/.installed: hashes/oldest_transformers.txt | $(STAMP)
 	@echo "installing the oldest transformers that is supported into $(OLDEST)"
 	@rm -rf $(OLDEST)
-	@$(BIN)/python -m pip install --quiet --no-deps --no-compile --target $(OLDEST) --requirement tests/oldest_transformers.txt
+	@$(PIP_VERIFIED) --no-compile --target $(OLDEST) --requirement hashes/oldest_transformers.txt
 	@touch $@
 
 $(SITE_TOOLS): $(STAMP) hashes/docs.txt

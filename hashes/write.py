@@ -24,6 +24,7 @@ GROUPS = {  # extras, in the order in which they are installed
     "flash": ("flash",),
 }
 FROM_SOURCE = {"deepspeed", "fairscale"}  # their builds import torch, so they are installed last
+OLDEST = "tests/oldest_transformers.txt"
 TORCH = re.compile(r"torch|nvidia-.*|cuda-.*")  # which torch build pip finds, and so its hash, depends on the machine
 HEADERS = {
     "torch": "PyTorch as the package index has it, and its CUDA libraries; make installs them with VERIFY_TORCH=1",
@@ -33,13 +34,14 @@ HEADERS = {
     "docs": "make docs",
     "flash": "the extra `flash`; not installed by make",
     "tools": "make hashes",
+    "oldest_transformers": "make test: for the tests of the oldest transformers",
 }
 
 
-def resolved(*wanted: str, read: str = "") -> dict[str, str]:
+def resolved(*wanted: str, read: str = "", pins: str = "constraints.txt") -> dict[str, str]:
     """The requirement with its hashes, by name, of everything that these need."""
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--universal", "--generate-hashes"]
-    command += ["--no-annotate", "--no-header", "--python-version", PYTHON, "--constraint", "constraints.txt", *wanted]
+    command += ["--no-annotate", "--no-header", "--python-version", PYTHON, "--constraint", pins, *wanted]
     text = subprocess.run(command, cwd=ROOT, check=True, input=read, stdout=subprocess.PIPE, text=True).stdout
     entries = re.split(r"^(?=\S)", text, flags=re.MULTILINE)[1:]
     return {entry.partition("==")[0]: entry for entry in entries}
@@ -62,6 +64,7 @@ def main() -> None:
             write("sources", sources)
         write(group, {name: entry for name, entry in new.items() if name not in sources})
     write("tools", resolved("-", read="uv"))
+    write("oldest_transformers", resolved(OLDEST, "--no-deps", pins=OLDEST))
 
 
 if __name__ == "__main__":
