@@ -11,6 +11,9 @@ CONSTRAINTS = dict(
     for line in (ROOT / "constraints.txt").read_text().splitlines()
     if not line.startswith("#")
 )
+PINNED_OLDEST = dict(
+    re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "tests" / "oldest_transformers.txt").read_text(), re.MULTILINE)
+)
 FILES = {path.stem: path.read_text() for path in (ROOT / "hashes").glob("*.txt")}
 NEVER_ON_CPYTHON = {"httpx2-jsfetch"}  # for Python in a browser
 OF_TORCH = re.compile(r"nvidia-(?!cutlass).*|cuda-.*")  # whose wheel names their versions
@@ -32,12 +35,12 @@ def test_every_line_has_sha256_hashes_of_the_pinned_version(group):
         assert hashes, name
         assert all(re.fullmatch("sha256:[0-9a-f]{64}", each) for each in hashes), name
         if name not in NEVER_ON_CPYTHON and not OF_TORCH.fullmatch(name):
-            assert CONSTRAINTS[name] == version
+            assert version == (PINNED_OLDEST if group == "oldest_transformers" else CONSTRAINTS)[name]
 
 
 def test_every_pinned_version_has_hashes():
     hashed = {name for text in FILES.values() for name, _, _ in entries(text)}
-    assert CONSTRAINTS.keys() <= hashed
+    assert CONSTRAINTS.keys() | PINNED_OLDEST.keys() <= hashed
 
 
 def test_torch_is_not_among_what_is_always_verified():
@@ -48,7 +51,7 @@ def test_torch_is_not_among_what_is_always_verified():
 def test_make_installs_by_them():
     makefile = (ROOT / "Makefile").read_text()
     assert "--require-hashes --no-deps" in makefile
-    for group in ("dev", "torch", "frameworks", "sources", "docs", "tools"):
+    for group in ("dev", "torch", "frameworks", "sources", "docs", "tools", "oldest_transformers"):
         assert f"--requirement hashes/{group}.txt" in makefile
     for line in re.findall(r"\$\(PIP_INSTALL\) .*", makefile):
         assert "--editable" in line

@@ -25,6 +25,7 @@ CHOOSING = {
     "hardware.toml",
     "links.py",
     "user_files.py",
+    "work.py",
 }
 IN_PLAN = CHOOSING | {"traffic.py"}
 SUFFIXES = {".py", ".toml"}

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".venv" / "oldest_transformers"
-PINS = dict(re.findall(r"^(\w+)==(\S+)$", (ROOT / "tests" / "oldest_transformers.txt").read_text(), re.MULTILINE))
+PINS = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "tests" / "oldest_transformers.txt").read_text(), re.MULTILINE))
 TESTS = ("test_transformers.py", "test_transformers_trainer.py")
 NOT_THERE = (  # refused there too, in other words: its T5 works on its mask itself, and its generate on that in advance
     "test_static_caches_are_refused_where_masks_are_made_in_advance",

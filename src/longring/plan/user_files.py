@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError
-from .quantities import spoken_bytes
 
 MOST = 1 << 20  # bytes of a file of settings
 DOTS = 4  # in one key; tomllib's time and memory grow with their square
@@ -46,7 +45,7 @@ def read_bytes(path: Path, name: str, *, most: int = MOST) -> bytes:
             raise
         raise ArgumentError(f"{name} cannot be read: {getattr(failure, 'strerror', None) or failure}") from failure
     if len(found) > most:
-        raise ArgumentError(f"{name} cannot be read: it has more than {spoken_bytes(most)}, too much for such a file")
+        raise ArgumentError(f"{name} cannot be read: it has more than {most:,} bytes, too much for such a file")
     return found
 
 
