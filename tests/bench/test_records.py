@@ -195,4 +195,4 @@ def test_what_is_no_small_file_of_json_is_refused(tmp_path):
     assert "is no JSON, or was cut short: Exceeds the limit" in refused(tmp_path / "digits.json")
     with (tmp_path / "sparse.json").open("wb") as file:
         file.truncate(1 << 40)
-    assert "has more than 64 MiB" in refused(tmp_path / "sparse.json")
+    assert "has more than 67,108,864 bytes" in refused(tmp_path / "sparse.json")

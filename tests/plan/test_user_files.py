@@ -75,7 +75,7 @@ def test_a_link_to_a_file_is_read(tmp_path):
 def test_of_a_large_file_no_more_is_read_than_is_allowed(tmp_path):
     with (tmp_path / "sparse").open("wb") as file:
         file.truncate(1 << 40)
-    assert refusal(tmp_path / "sparse").endswith("it has more than 1 MiB, too much for such a file")
+    assert refusal(tmp_path / "sparse").endswith("it has more than 1,048,576 bytes, too much for such a file")
     (tmp_path / "just").write_bytes(b"x" * MOST)
     assert len(read_bytes(tmp_path / "just", "it")) == MOST
     assert refusal(tmp_path / "just", read_bytes, most=MOST - 1)
