@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from longring.numerics.online_softmax import merge_, nothing_seen
+import longring as lr
+from longring.numerics.online_softmax import Partial, merge_, nothing_seen
 
 
 def part(scores, values):
@@ -58,3 +59,35 @@ def test_large_scores_neither_overflow_nor_vanish(rows, shift):
     out, lse = merged([part(scores[:, c] + shift, values[c]) for c in (slice(0, 4), slice(4, 9))], (6, 4))
     torch.testing.assert_close(out, part(scores, values)[0], rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(lse, scores.logsumexp(-1) + shift, rtol=1e-12, atol=0)
+
+
+def test_merges_in_float32_round_as_derived():
+    """Three roundings of the total in each merge; those of merge k count k / p in the end (docs/numerics.md)."""
+    p, rounding = 64, 2.0**-24 / 3**0.5  # of one number in float32, at most: the root of its mean square
+    torch.manual_seed(0)
+    parts = 1 + torch.rand(p, 1, 200, 1, 64) / 16
+    lse = 5 + torch.randn(p, 1, 1, 200, dtype=torch.float64) / 100
+    total = Partial(torch.zeros(1, 200, 1, 64), torch.full((1, 1, 200), -torch.inf, dtype=torch.float64))
+    for part, its_lse in zip(parts, lse, strict=True):
+        merge_(total.out.transpose(1, 2), total.lse, part.transpose(1, 2).clone(), its_lse.clone())
+    want = (parts.double() * lse.softmax(0).transpose(2, 3).unsqueeze(-1)).sum(0)
+    error = (total.out - want).norm() / want.norm()
+    assert error < p**0.5 * rounding
+
+
+@pytest.mark.parametrize("ranks", [7, 64])
+def test_a_weight_is_as_exact_as_its_score(ranks):
+    """Where one key takes all weight, what is left of the error is the score's, which no sum makes smaller.
+
+    The backward computes it again, in tiles of another shape, and rounds it otherwise: by two roundings of either.
+    """
+    n, d = 256, 64
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, n, 2, d) for _ in range(4))
+    k[:, 5] = 4 * torch.randn(d).sign()
+    q, k, v = ((q + k[:, 5:6] / 2).requires_grad_(), k.requires_grad_(), v.requires_grad_())
+    scores = torch.einsum("bhd,bihd->bih", k[:, 5].detach().double(), q.detach().double()) * d**-0.5
+    found = torch.autograd.grad(lr.simulate(q, k, v, ranks=ranks, pattern=lr.Dense(causal=False)).out, v, dout)[0]
+    want = dout.double().sum(1)
+    error = (found[:, 5].double() - want).norm() / want.norm()
+    assert error < 4 * 2.0**-24 * scores.abs().max()
