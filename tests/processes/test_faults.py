@@ -34,7 +34,7 @@ def test_a_lost_rank_is_named_by_all_others(size, victim, post, how):
 
 
 @pytest.mark.parametrize("victim", [0, 3])
-@pytest.mark.parametrize("timeout", [1.0, 2.0, 6.0])
+@pytest.mark.parametrize("timeout", [2.0, 6.0])
 def test_a_timeout_of_any_length_is_kept(timeout, victim):
     named, outcomes = losses(4, victim, 5, "stop", timeout=timeout)
     assert named == [victim] * 3 or held_up(outcomes) > timeout / 2  # then others, too, gave no sign of life
