@@ -262,7 +262,7 @@ def _sizes_on_hopper(q: torch.Tensor) -> tiles.Sizes:
 
 
 @contextmanager
-def checked_launches(*, launches: int = 1, programs: int = 6, iterations: int = 2, seed: int = 0) -> Iterator[Launches]:
+def checked_launches(*, launches: int = 1, programs: int = 4, iterations: int = 2, seed: int = 0) -> Iterator[Launches]:
     """No launch of a Triton kernel inside is computed: so many are checked, and of the others ever fewer."""
     checker = _Checker(launches, programs, iterations, seed)
     builder = interpreter.InterpreterBuilder

@@ -7,6 +7,7 @@ reached a GPU and offsets one row off: the check must see each of them.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import sys
 import warnings
@@ -23,6 +24,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+import longring
 import longring.kernels.triton
 from longring.errors import RowsLeftOut
 from longring.testing.sampled import Given
@@ -88,6 +90,16 @@ def test_launches_of_random_calls_stay_within_their_tensors(part):
     for index in range(EACH * part, EACH * (part + 1)):
         programs += checked(drawn(index)).programs
     assert set(programs) == KERNELS
+
+
+def test_every_kernel_is_among_them():
+    """Those of the source that are launched: what stands before a grid in brackets, with arguments behind it."""
+    sources = [path.read_text() for path in Path(longring.__file__ or "").parent.rglob("*.py")]
+    calls = (each for source in sources if "@triton.jit" in source for each in ast.walk(ast.parse(source)))
+    launched = [
+        each.func.value for each in calls if isinstance(each, ast.Call) and isinstance(each.func, ast.Subscript)
+    ]
+    assert {each.id for each in launched if isinstance(each, ast.Name)} == KERNELS
 
 
 def test_what_is_drawn_covers_what_there_is():

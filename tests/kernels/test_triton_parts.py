@@ -178,9 +178,13 @@ def test_more_parts_than_a_launch_takes_are_rounded_once(dtype, monkeypatch):
     merge_parts(parts, range(9), None, coarse)
     assert coarse.out.equal(fine.out.to(dtype))
     assert coarse.lse.equal(fine.lse.float())
+    want = eagerly_merged(parts, 9, 1)
+    torch.testing.assert_close(fine.out.double(), want.out, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(fine.lse.double(), want.lse.double(), rtol=1e-6, atol=1e-6)
     add_parts([one._replace(lse=None) for one in parts], range(9), None, fine.out)
     add_parts([one._replace(lse=None) for one in parts], range(9), None, coarse.out)
     assert coarse.out.equal(fine.out.to(dtype))
+    torch.testing.assert_close(fine.out, sum(one.out for one in parts).transpose(1, 2), rtol=1e-5, atol=1e-6)
 
 
 def test_256_merges_leave_the_lse_as_exact_as_one():
