@@ -118,12 +118,12 @@ def longnet(n: int, ranks: int, schedule: str, layout: str = "contiguous", **mor
 
 
 @pytest.mark.parametrize(
-    ("ranks", "schedule", "layout"),
-    [(4, "exchange", "contiguous"), (16, "ring", "zigzag")],
+    ("ranks", "schedule", "layout", "kernel"),
+    [(4, "exchange", "contiguous", "auto"), (16, "ring", "zigzag", "triton")],  # the first is what failed on a GPU once
 )
-def test_longnet_of_a_million_tokens_over_ranks(ranks, schedule, layout):
-    done = checked(longnet(1 << 20, ranks, schedule, layout), launches=2)
-    assert set(done.programs) == KERNELS
+def test_longnet_of_a_million_tokens_over_ranks(ranks, schedule, layout, kernel):
+    done = checked(longnet(1 << 20, ranks, schedule, layout, kernel=kernel), launches=2)
+    assert {"_merge", "_add"} <= set(done.programs)
 
 
 # -------------------------------------------------------------------------------------------- what it must see
