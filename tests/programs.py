@@ -300,10 +300,20 @@ def disagree(group: Any, good: int, odd: list[int], field: str, ours: Any, their
 
 def posts_when_ranks_disagree(group: Any, good: int) -> int:
     """How many messages but greetings a rank posts in a call that the ranks disagree on."""
-    from longring.transport import agreement
-
     transport = transport_for(group)
     around(transport, calls=good, terms={"length": 13}, timeout=TIMEOUT)
+    posted = _posted(transport)
+    try:
+        around(transport, terms={"length": 13 + transport.rank}, timeout=TIMEOUT)
+    except TransportError:
+        return len(posted)
+    raise AssertionError("nobody noticed")
+
+
+def _posted(transport: Any) -> list:
+    """All messages but greetings that the transport posts from now on."""
+    from longring.transport import agreement
+
     honest, posted = transport._lines.post, []
 
     def post(letters: Any) -> Any:
@@ -311,11 +321,15 @@ def posts_when_ranks_disagree(group: Any, good: int) -> int:
         return honest(letters)
 
     transport._lines.post = post
-    try:
-        around(transport, terms={"length": 13 + transport.rank}, timeout=TIMEOUT)
-    except TransportError:
-        return len(posted)
-    raise AssertionError("nobody noticed")
+    return posted
+
+
+def tags(group: Any, calls: int) -> tuple[int, int]:
+    """How many messages a rank sends and receives in calls that are all the same, and how many tags these have."""
+    transport = transport_for(group)
+    posted = _posted(transport)
+    around(transport, calls=calls, timeout=TIMEOUT)
+    return len(posted), len({(letter.sent, letter.peer, letter.tag) for letter in posted})
 
 
 def disagree_on_an_old_call(group: Any, odd: int, timeout: float) -> Any:

@@ -153,6 +153,11 @@ def test_a_new_call_posts_nothing_until_all_have_confirmed_it():
     assert results(3, "programs:posts_when_ranks_disagree", 2) == [2, 0, 0]  # rank 0 makes the call all know
 
 
+def test_no_two_messages_have_one_tag():
+    """Neither two of one call nor those of two calls that are alike."""
+    assert results(3, "programs:tags", 3) == [(12, 12)] * 3
+
+
 def test_a_rank_that_repeats_an_old_call_while_others_make_a_new_one():
     message = disagreement(World(3, "programs:disagree_on_an_old_call", (1, 60.0)).run())
     assert "length is 13 on rank 1, and 14 on ranks 0, 2" in message
