@@ -340,6 +340,13 @@ def disagree_on_an_old_call(group: Any, odd: int, timeout: float) -> Any:
     return around(transport, floats=length, terms={"length": length}, timeout=timeout)
 
 
+def one_counts_a_call_less(group: Any, odd: int, timeout: float) -> Any:
+    transport = transport_for(group)
+    around(transport, calls=2, timeout=timeout)
+    transport._conversations -= transport.rank == odd
+    return around(transport, timeout=timeout)
+
+
 def another_machine(group: Any, odd: int, timeout: float) -> Any:
     import torch.distributed as dist
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from longring.errors import ArgumentError, TransportError
-from longring.transport import lines
+from longring.transport import board, lines
 from longring.transport.agreement import difference, signed
 from longring.transport.select import transport_for
 from worlds import World, results
@@ -161,6 +162,17 @@ def test_no_two_messages_have_one_tag():
 def test_a_rank_that_repeats_an_old_call_while_others_make_a_new_one():
     message = disagreement(World(3, "programs:disagree_on_an_old_call", (1, 60.0)).run())
     assert "length is 13 on rank 1, and 14 on ranks 0, 2" in message
+
+
+def test_a_rank_that_is_a_call_behind_is_a_disagreement():
+    message = disagreement(World(3, "programs:one_counts_a_call_less", (1, 60.0)).run())
+    assert "the number of this call is 2 on rank 1, and 3 on ranks 0, 2" in message
+
+
+def test_the_first_verdict_counts():
+    store, first, second = HashStore(), board.Verdict("lost", 1, "first"), board.Verdict("lost", 2, "second")
+    assert [board._write_verdict(store, verdict) for verdict in (first, second)] == [first, first]
+    assert board._read_verdict(store) == first
 
 
 def test_another_version_of_the_library_is_a_disagreement():
