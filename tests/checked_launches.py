@@ -7,7 +7,7 @@ integers lie on the CPU and are read as they are, so every offset is the one tha
 computed.
 
 An address must be that of an element of one of the tensors, not only lie in their memory: a row too far is seen even
-where another head, another batch row or another rank's rows follow.
+where another head, another batch row or another rank's rows follow. Rows that a kernel takes for aligned must be so.
 
 Of many launches some are run, of a large launch some programs, and of a long loop some iterations: the first, the last,
 those at the edges of stacks and parts, and random ones. Where all programs of a launch were run, no element may have
@@ -214,8 +214,18 @@ class _Checker:
         chosen = np.broadcast_to(mask.data, np.shape(ptrs.data)).astype(bool)
         addresses = np.asarray(ptrs.data)[chosen].astype(np.int64)
         self.memory.check(what, addresses)
+        self._check_aligned(ptrs, chosen)
         self.done.addresses[self.kernel] += addresses.size
         return addresses, chosen
+
+    def _check_aligned(self, ptrs: Any, chosen: np.ndarray) -> None:
+        """Where a kernel says that rows begin at multiples of so many bytes, they have to, or a GPU faults."""
+        *_, multiple = ptrs.attr.get("tt.divisibility", (1,))
+        if multiple > 1:
+            begins = np.asarray(ptrs.data)[..., 0][chosen[..., 0]]
+            assert not (begins % multiple).any(), (
+                f"{self.kernel} has rows that begin at no multiple of {multiple} bytes"
+            )
 
     def range(self, first: Any, stop: Any = None, step: Any = 1, **_: Any) -> list[int]:
         """In place of tl.range. The sums that a loop carries are not looked at, so some of its iterations will do."""

@@ -175,6 +175,15 @@ PLANTED = {
 }
 
 
+def test_rows_that_are_taken_for_aligned_must_be(tmp_path):
+    odd = replace(DILATED, d=20)
+    checked(odd, launches=100)
+    with planted("parts", "ALIGNED=_is_aligned(", "ALIGNED=True or (", tmp_path):
+        checked(DILATED, launches=100)
+        with pytest.raises(AssertionError, match="begin at no multiple of 16 bytes"):
+            checked(odd, launches=100)
+
+
 @contextmanager
 def planted(name: str, old: str, new: str, folder: Path) -> Iterator[None]:
     """The kernels' module with other words in its source, in place of the one there is."""
