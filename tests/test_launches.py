@@ -19,7 +19,6 @@ from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -196,10 +195,12 @@ def planted(name: str, old: str, new: str, folder: Path) -> Iterator[None]:
     assert spec is not None
     assert spec.loader is not None
     made = importlib.util.module_from_spec(spec)
-    with patch.dict(sys.modules, {spec.name: made}):
+    with pytest.MonkeyPatch.context() as patch:  # of single entries: what is first imported meanwhile has to stay
+        patch.setitem(sys.modules, spec.name, made)
         spec.loader.exec_module(made)
-        with patch.dict(sys.modules, {module.__name__: made}), patch.object(longring.kernels.triton, name, made):
-            yield
+        patch.setitem(sys.modules, module.__name__, made)
+        patch.setattr(longring.kernels.triton, name, made)
+        yield
 
 
 @pytest.mark.parametrize("it", [ONE, FULL, DILATED, LONG, EVEN], ids=["one", "full", "dilated", "long", "even"])
