@@ -37,10 +37,10 @@ MAPPINGS = {  # of AutoModel
     "masked-lm": "MODEL_FOR_MASKED_LM_MAPPING",
     "seq2seq-lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
     "image-text-to-text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
-    "image-classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
     "speech-seq2seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
     "ctc": "MODEL_FOR_CTC_MAPPING",
-    "base": "MODEL_MAPPING",
+    "text-to-waveform": "MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING",
+    "base": "MODEL_MAPPING",  # of those that are in none of the others: images, sound, encoders
 }
 STATES = ("exact", "refused", "wrong", "foreign", "bypass", "not built")
 
@@ -81,9 +81,9 @@ def examined(name: str) -> dict[str, Any]:
     names = getattr(auto, MAPPINGS[mapping] + "_NAMES")
     row["model"] = names[kind] if isinstance(names[kind], str) else names[kind][0]
     try:
-        config = CONFIG_MAPPING[kind]
-        found = getattr(auto, MAPPINGS[mapping])[config]
+        found = getattr(auto, MAPPINGS[mapping])[CONFIG_MAPPING[kind]]
         made = found if isinstance(found, type) else found[0]
+        config = made.config_class or CONFIG_MAPPING[kind]
         row["model"] = made.__name__
         reference = Reference.of(config, made)
     except Exception as error:
@@ -133,11 +133,12 @@ class Reference:
         import torch
         from tiny_configs import candidates, inputs
 
-        first, seen = None, 0
+        first, began = None, time.process_time()
         for candidate in candidates(config):
-            seen += 1
-            for by in ("sdpa", "eager"):
-                for images in (True, False):
+            for by in ("sdpa", "eager") if made._supports_sdpa else ("eager",):
+                for images in (True, False) if made.main_input_name == "input_ids" else (True,):
+                    if time.process_time() - began > 6:
+                        raise first or Failed("it takes too long")
                     try:
                         with torch.device("meta"):
                             size = sum(x.numel() for x in build(made, candidate, by).parameters())
@@ -160,7 +161,9 @@ def build(made: Any, config: Any, by: str) -> Any:
 
     with Watch():
         torch.manual_seed(0)
-        return made._from_config(copy.deepcopy(config), attn_implementation=by).to(torch.float64).eval()
+        config = copy.deepcopy(config)
+        config._experts_implementation = "eager"  # the others know no float64
+        return made._from_config(config, attn_implementation=by).to(torch.float64).eval()
 
 
 def with_weights(model: Any) -> Any:
@@ -198,7 +201,7 @@ def measured(model: Any, given: dict[str, Any], counts: Any = None) -> dict[str,
     import torch
     from watching import Watch
 
-    given = {name: x.double() if x.is_floating_point() else x for name, x in given.items()}
+    given = wide(given)
     model.zero_grad()
     with Watch() as watch:
         torch.manual_seed(3)
@@ -216,6 +219,12 @@ def measured(model: Any, given: dict[str, Any], counts: Any = None) -> dict[str,
         counts.update(watch.elsewhere)
     results = {f"output {name}": x.detach() for name, x in outputs.items()} | {"loss": loss.detach()}
     return results | {f"gradient {n}": x.grad.clone() for n, x in model.named_parameters() if x.grad is not None}
+
+
+def wide(given: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    return {n: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in given.items()}
 
 
 def noise(x: Any) -> Any:
@@ -286,7 +295,7 @@ def gives_no_attentions(model: Any, reference: Reference) -> bool:
 
     from longring.errors import LongringError
 
-    given = {name: x.double() if x.is_floating_point() else x for name, x in reference.given.items()}
+    given = wide(reference.given)
     try:
         with Watch():
             other = build(type(reference.model), reference.model.config, "eager")
@@ -320,7 +329,7 @@ def compared_over_ranks(row: dict[str, Any], reference: Reference) -> None:
     model = build(type(reference.model), reference.model.config, "longring")
     model.load_state_dict(reference.model.state_dict())
     models = [model, copy.deepcopy(model)]
-    given = {name: x.double() if x.is_floating_point() else x for name, x in reference.given.items()}
+    given = wide(reference.given)
     ids = given.pop("input_ids", None)
     one = threading.Lock()
 
@@ -369,7 +378,7 @@ def over_tokens(reference: Reference, got: dict[str, Any]) -> dict[str, Any]:
     """What sdpa gives for the outputs that are compared over ranks, and the gradients of these alone."""
     from watching import Watch
 
-    given = {name: x.double() if x.is_floating_point() else x for name, x in reference.given.items()}
+    given = wide(reference.given)
     model = reference.model
     model.zero_grad()
     with Watch():
@@ -395,13 +404,12 @@ def first_position(model: Any) -> int:
 def architectures() -> list[str]:
     import transformers.models.auto.modeling_auto as auto
 
-    seen, names = set(), []
+    covered: set[str] = set()
+    names = []
     for mapping, attribute in MAPPINGS.items():
-        for kind, model in getattr(auto, attribute + "_NAMES").items():
-            model = model if isinstance(model, str) else model[0]
-            if (kind, model) not in seen:  # a base model may be there under both
-                seen.add((kind, model))
-                names.append(f"{mapping}/{kind}")
+        kinds = list(getattr(auto, attribute + "_NAMES"))
+        names += [f"{mapping}/{kind}" for kind in kinds if mapping != "base" or kind not in covered]
+        covered |= set(kinds)
     return names
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedConfig
 
 VOCABULARY, TOKENS, BATCH, SPECIAL = 99, 12, 2, 80  # ids from SPECIAL on are kept for images and the like
@@ -75,7 +74,15 @@ LISTS: dict[str, list[Any]] = {  # of models in stages
     "num_attention_heads": [2, 2, 2, 2],
     "num_heads": [2, 2, 2, 2],
 }
-NO_CHANGE = re.compile(r".*(token|_id$|_ids$|bos|eos|pad|sep).*")
+UNSAID: dict[str, int] = {  # fields that may be None, where a model needs them
+    "head_dim": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+BY_TYPE: dict[str, dict[str, Any]] = {"lfm2_moe": {"layer_types": ["conv", "full_attention"]}}
 IS_DROPOUT = re.compile(r".*(drop|drop_path|layerdrop|mask_time_prob|mask_feature_prob|jitter).*")
 
 
@@ -103,6 +110,8 @@ def shrunk(config: PreTrainedConfig, only: str | None = None) -> dict[str, Any]:
             given[name] = type(default)(**shrunk(default, only))
         elif isinstance(default, float) and IS_DROPOUT.fullmatch(name):
             given[name] = 0.0
+        elif default is None and only is None and name in UNSAID:
+            given[name] = UNSAID[name]
         elif isinstance(default, bool) or default is None:
             continue
         elif isinstance(default, int) and re.fullmatch(r".*_(token_id|token_index|token_idx)", name):
@@ -122,6 +131,10 @@ def shrunk(config: PreTrainedConfig, only: str | None = None) -> dict[str, Any]:
                 given[name] = [IMAGE] * len(default)
             elif only is None and name in LISTS and isinstance(default[0], int):
                 given[name] = type(default)(LISTS[name][: len(default)])
+    given |= BY_TYPE.get(config.model_type, {})
+    if "qk_rope_head_dim" in given:  # of latent attention: rotary embeddings are as wide as this part of the heads
+        given |= {"head_dim": given["qk_rope_head_dim"]} if "head_dim" in vars(config) else {}
+        given |= {"num_key_value_heads": HEADS} if "num_key_value_heads" in vars(config) else {}
     return given
 
 
@@ -131,16 +144,26 @@ def candidates(kind: type[PreTrainedConfig]) -> Iterator[PreTrainedConfig]:
     attempts = [
         lambda: shrunk(default),
         lambda: {k: v for k, v in shrunk(default).items() if k not in LISTS},
+        lambda: {k: v for k, v in shrunk(default).items() if k not in UNSAID or getattr(default, k) is not None},
         lambda: {k: v for k, v in shrunk(default).items() if not re.fullmatch(r".*head_dim|d_kv", k)},
         lambda: shrunk(default, r".*layers?|depth|.*vocab.*|.*experts?|.*(image_size|max_position_embeddings)"),
         lambda: shrunk(default, r".*layers?|depth|.*vocab.*"),
         lambda: shrunk(default, r".*vocab.*"),
         lambda: {},
     ]
+    before = None
     for attempt in attempts:
+        given = attempt()
+        if repr(given) == before:
+            continue
+        before = repr(given)
         for is_set_later in (False, True):
-            with contextlib.suppress(Exception):
-                yield _later(kind(), attempt()) if is_set_later else kind(**attempt())
+            try:
+                config = _later(kind(), given) if is_set_later else kind(**given)
+            except Exception:
+                continue  # these sizes do not fit together
+            yield config
+            break
 
 
 def _later(config: PreTrainedConfig, given: dict[str, Any]) -> PreTrainedConfig:
@@ -165,12 +188,12 @@ def field(config: Any, *names: str) -> Any:
     return None
 
 
-def inputs(model: torch.nn.Module, *, images: bool = True) -> dict[str, Tensor]:
+def inputs(model: torch.nn.Module, *, images: bool = True) -> dict[str, Any]:
     """By the arguments of its forward: text, and images or sound where the model needs them."""
     generator = torch.Generator().manual_seed(7)
     config, names = model.config, inspect.signature(type(model).forward).parameters
     main = getattr(model, "main_input_name", "input_ids")
-    given: dict[str, Tensor] = {}
+    given: dict[str, Any] = {}
     if "input_ids" in names:
         given["input_ids"] = torch.randint(5, 80, (BATCH, TOKENS), generator=generator)
     if main == "pixel_values" or ("pixel_values" in names and images):
@@ -189,4 +212,6 @@ def inputs(model: torch.nn.Module, *, images: bool = True) -> dict[str, Tensor]:
         given["input_values"] = torch.randn(BATCH, 1600, generator=generator)
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
         given["decoder_input_ids"] = torch.randint(5, 80, (BATCH, TOKENS - 3), generator=generator)
+    if "use_cache" in names:
+        given["use_cache"] = False
     return given

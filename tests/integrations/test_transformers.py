@@ -468,7 +468,7 @@ def test_what_cannot_be_honoured_is_refused(options, error, said):
 )
 def test_dropout_is_refused_in_training_alone(name, changes):
     made = model(name, "longring", **changes)
-    with pytest.raises(lr.NotBuilt, match=r"dropout=0\.1: dropout of attention weights is not built"):
+    with pytest.raises(lr.NotBuilt, match=r"dropout=0\.1: dropout of attention weights in training is not built"):
         made(tokens())
     made.eval()(tokens())
 

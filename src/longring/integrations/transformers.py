@@ -8,13 +8,16 @@ where no context of the forward is set any more. What is not understood is refus
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -33,12 +36,15 @@ NEEDED = (
 )
 try:
     import transformers
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+    from .bypass import Forwards, watching
 except ImportError as error:
     raise ImportError(NEEDED) from error
 
 NAME = "longring"
 MASKS = "transformers.masking_utils"
+SAY_DOCUMENTS = "say them to `sharded(longring.Sharding(n), documents=...)`, for which one rank is enough"
 CROSS = (
     "cross-attention over ranks is not built: its keys are of another sequence, of which `sharded` says nothing; "
     "run the decoder in one process"
@@ -46,11 +52,105 @@ CROSS = (
 
 
 def register() -> None:
-    """Make attn_implementation="longring" known to transformers. Calling it again changes nothing."""
+    """Make attn_implementation="longring" known to transformers. Calling it again changes nothing.
+
+    It wraps one method, `PreTrainedModel.get_correct_attn_implementation`, which every model calls when it is built, so
+    that a model that cannot attend by longring is refused there. `unregister` restores it.
+    """
     if tuple(int(number) for number in re.findall(r"\d+", transformers.__version__)[:2]) < (5, 8):
         raise ImportError(f"{NEEDED} (this is transformers {transformers.__version__})")
+    _wrap_the_check_of_names()
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, requested)
+
+
+def unregister() -> None:
+    """Undo `register`: transformers knows the name no longer, and has its own method again."""
+    global _original_check
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        interface._global_mapping.pop(NAME, None)
+    if _original_check is not None:
+        setattr(PreTrainedModel, CHECK_OF_NAMES, _original_check)
+        _original_check = None
+
+
+CHECK_OF_NAMES = "get_correct_attn_implementation"
+_original_check: Callable[..., str] | None = None
+
+
+def _wrap_the_check_of_names() -> None:
+    global _original_check
+    if _original_check is not None:
+        return
+    original = getattr(PreTrainedModel, CHECK_OF_NAMES, None)
+    found = [] if original is None else list(inspect.signature(original).parameters)
+    if found[:2] != ["self", "requested_attention"]:
+        raise NotBuilt(
+            f"transformers {transformers.__version__} has PreTrainedModel.{CHECK_OF_NAMES}({', '.join(found)}), of which "
+            "longring knows (self, requested_attention, ...) only; use a version of transformers that it was tested with"
+        )
+
+    @functools.wraps(original)
+    def checked(model: PreTrainedModel, requested_attention: str | None, *more: Any, **options: Any) -> str:
+        name = original(model, requested_attention, *more, **options)
+        if name == NAME and not _uses_the_interface(type(model)):
+            raise NotBuilt(
+                f"{type(model).__name__} does not call its attention through the AttentionInterface of transformers, so "
+                f"longring cannot compute it; use {_instead(model)} (if it is part of a larger model, for this part "
+                'alone: attn_implementation={"text_config": "longring"} and the like)'
+            )
+        return name
+
+    _original_check = original
+    setattr(PreTrainedModel, CHECK_OF_NAMES, checked)
+
+
+def _instead(model: Any) -> str:
+    return f'attn_implementation="{"sdpa" if getattr(model, "_supports_sdpa", False) else "eager"}"'
+
+
+@functools.cache
+def _uses_the_interface(kind: type) -> bool:
+    """Whether a model's source asks the AttentionInterface, or has no attention of its own but its parts'."""
+    parts: dict[str, str] = {}
+    for base in kind.__mro__:
+        if issubclass(base, PreTrainedModel) and base is not PreTrainedModel:
+            parts |= _made_of(base.__module__, base.__name__)
+    sources = "\n".join(parts.values())
+    if re.search(r"_CLASSES\[[^\]]*_attn_implementation\]", sources):  # a table of classes, in which longring is not
+        return False
+    return "ALL_ATTENTION_FUNCTIONS" in sources or not any("Attention" in name for name in parts)
+
+
+def _made_of(module: str, name: str) -> dict[str, str]:
+    """The sources of a class, and of all in its module that its methods name, and theirs."""
+    definitions, found, names = _definitions(module), dict[str, str](), [name]
+    while names:
+        name = names.pop()
+        if name in definitions and name not in found:
+            found[name], more = definitions[name]
+            names += more
+    return found
+
+
+@functools.cache
+def _definitions(module: str) -> dict[str, tuple[str, set[str]]]:
+    """Of each class, function and constant of a module: its source, and the names in its methods."""
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):  # made in a notebook, or by something that makes classes
+        return {}
+    found = {}
+    for node in ast.parse(source).body:
+        bodies = [x for x in node.body if isinstance(x, ast.FunctionDef)] if isinstance(node, ast.ClassDef) else [node]
+        bodies += node.bases if isinstance(node, ast.ClassDef) else []
+        names = {x.id for body in bodies for x in ast.walk(body) if isinstance(x, ast.Name)}
+        text = "\n".join(ast.unparse(body) for body in bodies)
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            found[node.name] = text, names
+        elif isinstance(node, ast.Assign):
+            found |= {x.id: (text, names) for x in node.targets if isinstance(x, ast.Name)}
+    return found
 
 
 # ------------------------------------------------------------------------------------------------- how data is dealt
@@ -143,6 +243,7 @@ class Dealt(NamedTuple):
     documents: tuple[tuple[int, ...], ...] | None
     lengths: tuple[int, ...] | None
     options: Mapping[str, Any]
+    forwards: Forwards
 
 
 _dealt: ContextVar[Dealt | None] = ContextVar("longring.integrations.transformers.sharded", default=None)
@@ -158,14 +259,16 @@ def sharded(dealt: Sharding | Batch, *, documents: Any = None, lengths: Any = No
     lengths:    one per batch row: tokens of the whole sequence at or beyond it are padding.
     options:    schedule, kernel, deterministic and timeout, as for `longring.attention`.
 
-    The backward may run outside of it, gradient checkpointing of layers included.
+    The backward may run outside of it, gradient checkpointing of layers included. A model that attends by other means
+    than longring would attend to this rank's tokens alone: it is refused where its forward ends, or its first layer's.
     """
     global _was_ever_sharded
     found = _understood(dealt, documents, lengths, options)
     _was_ever_sharded = _was_ever_sharded or found.sharding.ranks > 1
     before = _dealt.set(found)
     try:
-        yield
+        with watching(found.forwards):
+            yield
     finally:
         _dealt.reset(before)
 
@@ -188,7 +291,33 @@ def _understood(dealt: Sharding | Batch, documents: Any, lengths: Any, options: 
     pattern = Dense(documents=documents, lengths=lengths)
     if any(row[-1] != dealt.length for row in pattern.documents or ()):
         raise PatternError(f"documents must end at the {dealt.length} tokens of the sequence, got {pattern.documents}")
-    return Dealt(dealt, pattern.documents, pattern.lengths, options)
+    return Dealt(dealt, pattern.documents, pattern.lengths, options, Forwards(functools.partial(_local, dealt)))
+
+
+def _local(sharding: Sharding, model: torch.nn.Module, path: str, part: torch.nn.Module) -> NoReturn:
+    """Refuse a model, or a part of it, whose forward has ended within `sharded` without a call of longring."""
+    owner = next((m for n, m in _above(model, path) if isinstance(m, PreTrainedModel)), model)
+    given = getattr(getattr(owner, "config", None), "_attn_implementation", None)
+    what = type(model).__name__ if part is model else f"{path} of {type(model).__name__} ({type(part).__name__})"
+    if given != NAME and _uses_the_interface(type(owner)):
+        remedy = (
+            f'its attn_implementation is {given!r}: call model.set_attn_implementation("{NAME}"), or load it with '
+            f'attn_implementation="{NAME}"'
+        )
+    else:
+        remedy = "longring cannot compute it: use another model"
+    with _telling_the_others(sharding):
+        raise NotBuilt(
+            f"{what} ran within `sharded` without calling longring, so it mixed no tokens but those of this rank; "
+            f"{remedy}; what every rank is given whole, as images, is run outside of `sharded`"
+        )
+
+
+def _above(model: torch.nn.Module, path: str) -> list[tuple[str, torch.nn.Module]]:
+    """The modules on the way to a part, the nearest first."""
+    names = path.split(".") if path else []
+    prefixes = [".".join(names[:count]) for count in range(len(names), -1, -1)]
+    return [(name, model.get_submodule(name)) for name in prefixes]
 
 
 def _positions(sharding: Sharding, documents: tuple[tuple[int, ...], ...] | None) -> Tensor:
@@ -206,6 +335,10 @@ def _restarting(held: Tensor, documents: tuple[tuple[int, ...], ...] | None) -> 
 # ----------------------------------------------------------------------------------------- what a mask would have said
 
 
+class NoTensor(NotBuilt, AttributeError):
+    """A model works on its attention mask as if it were a tensor. `hasattr` takes it for an attribute that is not there."""
+
+
 class Request:
     """Which pairs count, and where the tokens are: what models hand from layer to layer as their attention mask.
 
@@ -216,20 +349,24 @@ class Request:
         self.pattern, self.dealt = pattern, dealt
         self.queries, self.keys, self.query_offset = queries, keys, query_offset  # on this rank
         self.first_position = 0  # the position id of a sequence's first token
+        self.remedy = ""  # for documents that the mask says nothing of
         self._seen: list[Tensor] = []
 
     def contiguous(self) -> Request:
         """What `generate` asks of masks that it makes in advance and gives to the model as tensors."""
-        raise NotBuilt(
-            "generating with a static cache is not built: transformers then makes masks in advance, as tensors alone; "
-            "use the growing cache, which is the default"
-        )
+        if any(name.startswith("transformers.generation") for name in _modules_that_wait()):
+            raise NotBuilt(
+                "generating with a static cache is not built: transformers then makes masks in advance, as tensors "
+                "alone; use the growing cache, which is the default"
+            )
+        _refuse_as_tensor("contiguous")
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"attention masks of longring are no tensors, and have no {name!r}: this model works on its mask itself; "
-            'use another attn_implementation, as "sdpa"'
-        )
+        _refuse_as_tensor(name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _refuse_as_tensor(getattr(function, "__name__", str(function)))
 
     def check(self, given: Mapping[str, Any]) -> None:
         """Looks at what tells of positions once, not in every layer: on a GPU looking waits."""
@@ -260,7 +397,7 @@ class Request:
         if documents != {tuple(boundaries.tolist())}:
             raise PatternError(
                 f"{name} tells of documents {boundaries.tolist()}, but the mask is for {[list(x) for x in documents]}; "
-                "pass position_ids that restart with them, use_cache=False and no attention_mask"
+                f"pass position_ids that restart with them, or {self.remedy or SAY_DOCUMENTS}"
             )
 
     def _refuse_documents_unseen(self, position_ids: Tensor) -> None:
@@ -271,9 +408,48 @@ class Request:
             restarts = restarts & _before(self.pattern.lengths, self.query_offset + 1, restarts)
         if restarts.any():
             raise PatternError(
-                "position_ids restart within a row, as for packed documents, but transformers looks for documents only "
-                "without an attention_mask and without a cache: pass neither, and use_cache=False"
+                "position_ids restart within a row, as for packed documents, but the mask that transformers asked for "
+                f"knows no documents: {self.remedy or SAY_DOCUMENTS}"
             )
+
+
+def _refuse_as_tensor(what: str) -> NoReturn:
+    found = None if torch.compiler.is_compiling() else _model_that_runs(inspect.currentframe())
+    model = "this model" if found is None else type(found).__name__
+    raise NoTensor(
+        f"{model} works on its attention mask as a tensor ({what}), and those of longring are none; use "
+        f"{_instead(found)}"
+    )
+
+
+def _operation(name: str) -> Callable[..., NoReturn]:
+    def refused(mask: Request, *given: Any) -> NoReturn:
+        _refuse_as_tensor(name.strip("_"))
+
+    return refused
+
+
+for _name in ("add", "sub", "mul", "truediv", "and", "or", "xor", "matmul"):
+    for _side in ("", "r", "i"):
+        setattr(Request, f"__{_side}{_name}__", _operation(_name))
+for _name in ("getitem", "setitem", "len", "iter", "neg", "invert", "float", "int", "lt", "le", "gt", "ge"):
+    setattr(Request, f"__{_name}__", _operation(_name))
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _modules_that_wait() -> set[str]:
+    return {str(frame.f_globals.get("__name__")) for frame in _frames(inspect.currentframe())}
+
+
+def _model_that_runs(frame: FrameType | None) -> PreTrainedModel | None:
+    """The outermost model whose forward is under way."""
+    found = [x.f_locals["self"] for x in _frames(frame) if _is_forward(x)]
+    return next((x for x in reversed(found) if isinstance(x, PreTrainedModel)), None)
 
 
 def _is_token(dealt: Dealt, device: torch.device) -> Tensor:
@@ -288,6 +464,7 @@ def _before(lengths: tuple[int, ...], offset: int, like: Tensor) -> Tensor:
     return columns < torch.tensor(lengths, device=like.device).unsqueeze(1)
 
 
+@torch.compiler.disable
 def requested(
     batch_size: int,
     q_length: int,
@@ -301,10 +478,12 @@ def requested(
 ) -> Request:
     """What transformers calls for a mask: the pattern that its mask function and its padding mask stand for."""
     offset = int(q_offset) - int(kv_offset)
-    dealt = _dealt.get()
+    dealt, here = _dealt.get(), inspect.currentframe()
     if dealt is not None:
-        with _telling_the_others(dealt):
-            frame = _who_asks(inspect.currentframe())
+        dealt.forwards.asked()
+        with _telling_the_others(dealt.sharding):
+            frame = _who_asks(here)
+            _refuse_attentions(here)
             model, its = frame.f_locals["self"], frame.f_locals
             if dealt.sharding.ranks > 1:
                 _refuse_own_loss(frame)
@@ -318,11 +497,38 @@ def requested(
             request.check(its)
             return request
     _refuse_recomputation()
+    _refuse_attentions(here)
     facts = _facts(mask_function)
     lengths = None if attention_mask is None else _lengths(_columns(attention_mask, int(kv_offset), kv_length))
     documents = None if facts.packed is None else [_boundaries(row) for row in facts.packed.tolist()]
     pattern = Dense(causal=facts.causal, window=facts.window, documents=documents, lengths=lengths)
-    return Request(pattern, q_length, kv_length, offset, None)
+    request = Request(pattern, q_length, kv_length, offset, None)
+    request.remedy = _remedy_for_documents(here)
+    return request
+
+
+def _refuse_attentions(frame: FrameType | None) -> None:
+    """Some models keep `output_attentions` to themselves, and would return no weights without a word."""
+    for each in _frames(frame):
+        if not str(each.f_globals.get("__name__")).startswith("transformers."):
+            continue
+        its = each.f_locals
+        for given in (its, its.get("kwargs"), its.get("recordable_keys")):
+            if isinstance(given, dict) and given.get("output_attentions") is True:
+                _refuse_argument("output_attentions")
+
+
+def _remedy_for_documents(frame: FrameType | None) -> str:
+    """Why transformers saw no documents in position ids, if there are any."""
+    its = next((x.f_locals for x in _frames(frame) if x.f_globals.get("__name__") == MASKS), {})
+    if its.get("position_ids") is None:
+        return f"this model does not tell transformers its position_ids when it asks; {SAY_DOCUMENTS}"
+    wrong = [
+        said
+        for name, said in (("attention_mask", "leave attention_mask out"), ("past_key_values", "pass use_cache=False"))
+        if its.get(name) is not None
+    ]
+    return " and ".join(wrong)
 
 
 def _requested_of_ranks(
@@ -340,16 +546,16 @@ def _requested_of_ranks(
 
 
 @contextmanager
-def _telling_the_others(dealt: Dealt | None) -> Iterator[None]:
+def _telling_the_others(sharding: Sharding | None) -> Iterator[None]:
     """What this rank refuses, the others hear of, instead of waiting for its attention."""
-    if dealt is None:
+    if sharding is None:
         yield
         return
     try:
-        with naming_rank(dealt.sharding.rank, dealt.sharding.ranks):
+        with naming_rank(sharding.rank, sharding.ranks):
             yield
     except ArgumentError as error:
-        dealt.sharding.transport.decline(error)
+        sharding.transport.decline(error)
         raise
 
 
@@ -616,6 +822,7 @@ HARMLESS = {
 }
 # What is honoured, or held against the pattern
 CHECKED = {"cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "is_causal", "position_ids", "sliding_window"}
+INSTEAD = 'use another attn_implementation, as "eager"'
 REFUSED = {
     "alibi": "a bias on the scores",
     "attention_bias": "a bias on the scores",
@@ -639,12 +846,14 @@ def attend(
     **given: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in every layer, with [batch, heads, n, d]; it wants [batch, n, heads, d] back."""
-    with _telling_the_others(attention_mask.dealt if isinstance(attention_mask, Request) else _dealt.get()):
+    dealt = attention_mask.dealt if isinstance(attention_mask, Request) else _dealt.get()
+    with _telling_the_others(None if dealt is None else dealt.sharding):
         request = _request(module, query, key, attention_mask, given)
-        _refuse(dropout, given, request.pattern)
+        _refuse(module, dropout, given, request.pattern)
     q, k, v = (_as_autocast(x).transpose(1, 2) for x in (query, key, value))
     options: dict[str, Any] = {"query_offset": request.query_offset}
     if request.dealt is not None:
+        request.dealt.forwards.attended()
         options = {"sharding": request.dealt.sharding, **request.dealt.options}
     if given.get("deterministic"):
         options["deterministic"] = True
@@ -669,7 +878,7 @@ def _request(
         return _request_without_mask(module, queries, keys, given)
     if not isinstance(mask, Request):
         what = f"a tensor of shape {list(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
-        raise NotBuilt(f"attention_mask is {what}: a bias or a mask given as a tensor is not built yet")
+        raise NotBuilt(f"attention_mask is {what}: a bias or a mask given as a tensor is not built yet; {INSTEAD}")
     if (queries, keys) != (mask.queries, mask.keys):
         raise LayoutError(
             f"attention meets {queries} queries and {keys} keys, but its mask was made for {mask.queries} and "
@@ -681,10 +890,12 @@ def _request(
 
 def _request_without_mask(module: torch.nn.Module, queries: int, keys: int, given: Mapping[str, Any]) -> Request:
     """Of models that never ask for a mask, as those of images: all they say is whether they are causal."""
+    if not torch.compiler.is_compiling():
+        _refuse_attentions(inspect.currentframe())
     if _dealt.get() is not None:
         raise NotBuilt(
             f"{type(module).__name__} attends without asking transformers for a mask, so over ranks it cannot be known "
-            "which pairs count"
+            "which pairs count; what every rank is given whole, as images, is run outside of `sharded`"
         )
     causal = given.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
@@ -697,20 +908,34 @@ def _request_without_mask(module: torch.nn.Module, queries: int, keys: int, give
     return Request(Dense(causal=causal), queries, keys, keys - queries, None)
 
 
-def _refuse(dropout: float, given: Mapping[str, Any], pattern: Dense) -> None:
+def _refuse(module: torch.nn.Module, dropout: float, given: Mapping[str, Any], pattern: Dense) -> None:
     """What attention cannot honour; a word that nobody here knows may change what is computed, and is refused too."""
     if dropout:
-        raise NotBuilt(
-            f"dropout={dropout}: dropout of attention weights is not built yet; set it to 0 in the model's config "
-            "(attention_dropout, or attention_probs_dropout_prob), or call model.eval()"
-        )
+        _refuse_dropout(module, dropout)
     for name, value in given.items():
         if value is None or value is False or name in HARMLESS or name in CHECKED:
             continue
-        if name in REFUSED:
-            raise NotBuilt(f"{name}: {REFUSED[name]} is not built yet, and is never silently ignored")
-        raise NotBuilt(f"{name}: it is not known what it would change in attention, and it is never silently ignored")
+        _refuse_argument(name)
     _check_given(given, pattern)
+
+
+def _refuse_argument(name: str) -> NoReturn:
+    if name in REFUSED:
+        raise NotBuilt(f"{name}: {REFUSED[name]} is not built yet, and is never silently ignored; {INSTEAD}")
+    raise NotBuilt(
+        f"{name}: it is not known what it would change in attention, and it is never silently ignored; leave it out, or "
+        f"{INSTEAD}"
+    )
+
+
+def _refuse_dropout(module: torch.nn.Module, dropout: float) -> NoReturn:
+    config = getattr(module, "config", None)
+    names = [name for name, x in vars(config).items() if "drop" in name and x == dropout] if config is not None else []
+    names = [name for name in names if "att" in name] or names or ["attention_dropout"]
+    raise NotBuilt(
+        f"dropout={dropout}: dropout of attention weights in training is not built yet; load the model with "
+        f"{' or '.join(f'{name}=0.0' for name in names)}, or call model.eval()"
+    )
 
 
 def _check_given(given: Mapping[str, Any], pattern: Dense) -> None:

@@ -1,0 +1,158 @@
+"""Notices models of Transformers whose attention does not go through longring, by forward hooks on every module.
+
+Within `sharded` each forward of a model, of a layer and of an attention module is followed. One that ends and has not
+called longring has mixed the tokens of this rank alone. Compiled code runs no hooks: of it, only what a compiled model
+as a whole has asked for is seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+ATTENTION = re.compile(r"Attention\d*$")
+
+
+class _Forward:
+    """A forward under way."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.has_attended, self.has_asked = module, False, False
+
+
+class Forwards:
+    """The forwards under way in one `sharded` context, from the outermost to the innermost.
+
+    refuse:  is called with the outermost model, the path in it, and the module there that did not call longring.
+    """
+
+    def __init__(self, refuse: Callable[[nn.Module, str, nn.Module], NoReturn]) -> None:
+        self._refuse, self._open = refuse, list[_Forward]()
+
+    def attended(self) -> None:
+        """Longring computes attention for all that is under way."""
+        if not torch.compiler.is_compiling():
+            for forward in self._open:
+                forward.has_attended = True
+
+    def asked(self) -> None:
+        """A model has asked longring for a mask, which no other attention can use."""
+        for forward in self._open:
+            forward.has_asked = forward.has_asked or _is_model(type(forward.module))
+
+    def begin(self, module: nn.Module) -> None:
+        if self._open or _is_model(type(module)) or _is_of_transformers(type(module)):
+            self._open.append(_Forward(module))
+
+    def end(self, module: nn.Module, has_raised: bool) -> None:
+        """An error passes: it may have come before any attention."""
+        places = [i for i, forward in enumerate(self._open) if forward.module is module]
+        if not places:
+            return
+        forward = self._open[places[-1]]
+        above = [each.module for each in self._open[: places[-1]]]
+        del self._open[places[-1] :]  # an interrupted forward ends without its hook
+        if has_raised or forward.has_attended or forward.has_asked:
+            return
+        if _is_model(type(module)) and any(_is_model(type(each)) for each in above):
+            return  # parts of a model need not attend; if they do, their attention modules tell
+        model = next((each for each in (*above, module) if _is_model(type(each))), module)
+        if not any(isinstance(each, PreTrainedModel) for each in model.modules()) and model is not module:
+            return
+        path = next((name for name, each in model.named_modules() if each is module), "")
+        self._refuse(model, path, module)
+
+
+@functools.cache
+def _is_model(kind: type) -> bool:
+    return issubclass(kind, (PreTrainedModel, torch._dynamo.OptimizedModule))
+
+
+@functools.cache
+def _is_of_transformers(kind: type) -> bool:
+    return any(base.__module__.startswith("transformers.") for base in kind.__mro__)
+
+
+@functools.cache
+def _is_followed(kind: type) -> bool:
+    return _is_model(kind) or issubclass(kind, GradientCheckpointingLayer) or bool(ATTENTION.search(kind.__name__))
+
+
+# ------------------------------------------------------------------------------------------------------------- hooks
+
+_current: ContextVar[Forwards | None] = ContextVar("longring.integrations.bypass", default=None)
+_lock = threading.Lock()
+_contexts = 0
+_hooks: list[Any] = []
+
+
+@contextmanager
+def watching(forwards: Forwards) -> Iterator[None]:
+    """Follow the forwards of this thread. The hooks are there as long as any thread follows some."""
+    _hook(+1)
+    before = _current.set(forwards)
+    try:
+        yield
+    finally:
+        _current.reset(before)
+        _hook(-1)
+
+
+def _hook(change: int) -> None:
+    global _contexts
+    with _lock:
+        _contexts += change
+        if _contexts and not _hooks:
+            _hooks.append(nn.modules.module.register_module_forward_pre_hook(_begun))
+            _hooks.append(nn.modules.module.register_module_forward_hook(_ended, always_call=True))
+        while _hooks and not _contexts:
+            _hooks.pop().remove()
+        if change > 0:
+            _allow_hooks_around_compiled_models()
+
+
+def _begun(module: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():
+        if isinstance(module, PreTrainedModel):
+            _begun_in_compiled_code(module, args)
+        return
+    forwards = _current.get()
+    if forwards is not None and _is_followed(type(module)):
+        forwards.begin(module)
+
+
+def _ended(module: nn.Module, args: Any, output: Any) -> None:
+    """Also called if the forward raised, without an output then."""
+    if torch.compiler.is_compiling():
+        if isinstance(module, PreTrainedModel):
+            _ended_in_compiled_code(module, args, output)
+        return
+    forwards = _current.get()
+    if forwards is not None and _is_followed(type(module)):
+        forwards.end(module, has_raised=output is None)
+
+
+_begun_in_compiled_code = torch.compiler.disable(_begun)
+_ended_in_compiled_code = torch.compiler.disable(_ended)
+
+
+COMPILED = "Using `torch.compile\\(module\\)` when there are global hooks"
+
+
+def _allow_hooks_around_compiled_models() -> None:
+    """PyTorch warns that they run once more for a compiled model, which is what makes it seen here."""
+    if not any(
+        each[0] == "ignore" and each[1] is not None and each[1].pattern == COMPILED for each in warnings.filters
+    ):
+        warnings.filterwarnings("ignore", message=COMPILED, category=UserWarning)
