@@ -1,5 +1,7 @@
 """Tiny configs and inputs for any architecture of Transformers: known size fields are shrunk, sub-configs too."""
 
+# ruff: noqa: E501
+
 from __future__ import annotations
 
 import contextlib
@@ -149,7 +151,7 @@ def candidates(kind: type[PreTrainedConfig]) -> Iterator[PreTrainedConfig]:
         lambda: shrunk(default, r".*layers?|depth|.*vocab.*|.*experts?|.*(image_size|max_position_embeddings)"),
         lambda: shrunk(default, r".*layers?|depth|.*vocab.*"),
         lambda: shrunk(default, r".*vocab.*"),
-        lambda: {},
+        dict,
     ]
     before = None
     for attempt in attempts:

@@ -57,7 +57,11 @@ class Watch(TorchFunctionMode):
             kwargs = {**kwargs, "dtype": torch.float64}
         if func in FUSED:
             self.elsewhere[func.__name__] += 1
-        elif func in SOFTMAX and isinstance(args[0], torch.Tensor) and args[0].ndim >= 3:
-            if args[0].shape[-1] >= TOKENS // 2 and args[0].shape[-1] == args[0].shape[-2]:
-                self.elsewhere["softmax"] += 1
+        elif func in SOFTMAX and _are_scores(args[0]):
+            self.elsewhere["softmax"] += 1
         return func(*args, **kwargs)
+
+
+def _are_scores(x: Any) -> bool:
+    """Of as many keys as queries, not of experts or classes."""
+    return isinstance(x, torch.Tensor) and x.ndim >= 3 and x.shape[-1] == x.shape[-2] >= TOKENS // 2

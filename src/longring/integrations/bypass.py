@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch._dynamo import OptimizedModule
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -28,16 +29,17 @@ class _Forward:
     """A forward under way."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.has_attended, self.has_asked = module, False, False
+        self.module, self.is_model = module, _is_model(module)
+        self.has_attended = self.has_asked = False
 
 
 class Forwards:
     """The forwards under way in one `sharded` context, from the outermost to the innermost.
 
-    refuse:  is called with the outermost model, the path in it, and the module there that did not call longring.
+    refuse:  is called with the outermost model, and the path in it of what did not call longring.
     """
 
-    def __init__(self, refuse: Callable[[nn.Module, str, nn.Module], NoReturn]) -> None:
+    def __init__(self, refuse: Callable[[nn.Module, str], NoReturn]) -> None:
         self._refuse, self._open = refuse, list[_Forward]()
 
     def attended(self) -> None:
@@ -49,34 +51,37 @@ class Forwards:
     def asked(self) -> None:
         """A model has asked longring for a mask, which no other attention can use."""
         for forward in self._open:
-            forward.has_asked = forward.has_asked or _is_model(type(forward.module))
+            forward.has_asked = forward.has_asked or forward.is_model
 
     def begin(self, module: nn.Module) -> None:
-        if self._open or _is_model(type(module)) or _is_of_transformers(type(module)):
-            self._open.append(_Forward(module))
+        forward = _Forward(module)
+        if self._open or forward.is_model or _is_of_transformers(type(module)):
+            self._open.append(forward)
 
     def end(self, module: nn.Module, has_raised: bool) -> None:
-        """An error passes: it may have come before any attention."""
-        places = [i for i, forward in enumerate(self._open) if forward.module is module]
-        if not places:
+        """After an error nothing is said: it may have come before any attention."""
+        place = max((i for i, forward in enumerate(self._open) if forward.module is module), default=None)
+        if place is None:
             return
-        forward = self._open[places[-1]]
-        above = [each.module for each in self._open[: places[-1]]]
-        del self._open[places[-1] :]  # an interrupted forward ends without its hook
+        forward, models = self._open[place], [each.module for each in self._open[:place] if each.is_model]
+        del self._open[place:]  # those further in were interrupted, and ended without a hook
         if has_raised or forward.has_attended or forward.has_asked:
             return
-        if _is_model(type(module)) and any(_is_model(type(each)) for each in above):
-            return  # parts of a model need not attend; if they do, their attention modules tell
-        model = next((each for each in (*above, module) if _is_model(type(each))), module)
-        if not any(isinstance(each, PreTrainedModel) for each in model.modules()) and model is not module:
-            return
-        path = next((name for name, each in model.named_modules() if each is module), "")
-        self._refuse(model, path, module)
+        if isinstance(module, (PreTrainedModel, OptimizedModule)) and (models or not forward.is_model):
+            return  # a part of a model need not attend; if it does, its attention modules tell
+        module = _uncompiled(module)
+        model = _uncompiled(models[0]) if models else module
+        self._refuse(model, next((name for name, each in model.named_modules() if each is module), ""))
 
 
-@functools.cache
-def _is_model(kind: type) -> bool:
-    return issubclass(kind, (PreTrainedModel, torch._dynamo.OptimizedModule))
+def _uncompiled(module: nn.Module) -> nn.Module:
+    return module._orig_mod if isinstance(module, OptimizedModule) else module
+
+
+def _is_model(module: nn.Module) -> bool:
+    if isinstance(module, OptimizedModule):
+        return any(isinstance(part, PreTrainedModel) for part in module.modules())
+    return isinstance(module, PreTrainedModel)
 
 
 @functools.cache
@@ -86,7 +91,8 @@ def _is_of_transformers(kind: type) -> bool:
 
 @functools.cache
 def _is_followed(kind: type) -> bool:
-    return _is_model(kind) or issubclass(kind, GradientCheckpointingLayer) or bool(ATTENTION.search(kind.__name__))
+    is_layer = issubclass(kind, (PreTrainedModel, GradientCheckpointingLayer, OptimizedModule))
+    return is_layer or bool(ATTENTION.search(kind.__name__))
 
 
 # ------------------------------------------------------------------------------------------------------------- hooks
@@ -143,11 +149,11 @@ def _ended(module: nn.Module, args: Any, output: Any) -> None:
         forwards.end(module, has_raised=output is None)
 
 
-_begun_in_compiled_code = torch.compiler.disable(_begun)
-_ended_in_compiled_code = torch.compiler.disable(_ended)
+_uncompiled_call: Any = torch.compiler.disable
+_begun_in_compiled_code, _ended_in_compiled_code = _uncompiled_call(_begun), _uncompiled_call(_ended)
 
 
-COMPILED = "Using `torch.compile\\(module\\)` when there are global hooks"
+COMPILED = r"Using `torch.compile\(module\)` when there are global hooks"
 
 
 def _allow_hooks_around_compiled_models() -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -45,6 +45,8 @@ except ImportError as error:
 NAME = "longring"
 MASKS = "transformers.masking_utils"
 SAY_DOCUMENTS = "say them to `sharded(longring.Sharding(n), documents=...)`, for which one rank is enough"
+ALONE = "run it in one process"
+INSTEAD = 'use another attn_implementation, as "eager"'
 CROSS = (
     "cross-attention over ranks is not built: its keys are of another sequence, of which `sharded` says nothing; "
     "run the decoder in one process"
@@ -82,22 +84,22 @@ def _wrap_the_check_of_names() -> None:
     global _original_check
     if _original_check is not None:
         return
-    original = getattr(PreTrainedModel, CHECK_OF_NAMES, None)
+    original = cast(Any, getattr(PreTrainedModel, CHECK_OF_NAMES, None))
     found = [] if original is None else list(inspect.signature(original).parameters)
     if found[:2] != ["self", "requested_attention"]:
         raise NotBuilt(
-            f"transformers {transformers.__version__} has PreTrainedModel.{CHECK_OF_NAMES}({', '.join(found)}), of which "
-            "longring knows (self, requested_attention, ...) only; use a version of transformers that it was tested with"
+            f"PreTrainedModel.{CHECK_OF_NAMES} of transformers {transformers.__version__} takes ({', '.join(found)}), "
+            "not (self, requested_attention, ...) as longring needs; install a version that longring was tested with"
         )
 
     @functools.wraps(original)
     def checked(model: PreTrainedModel, requested_attention: str | None, *more: Any, **options: Any) -> str:
         name = original(model, requested_attention, *more, **options)
-        if name == NAME and not _uses_the_interface(type(model)):
+        if name == NAME and _attention_of(type(model)) == "its own":
             raise NotBuilt(
-                f"{type(model).__name__} does not call its attention through the AttentionInterface of transformers, so "
-                f"longring cannot compute it; use {_instead(model)} (if it is part of a larger model, for this part "
-                'alone: attn_implementation={"text_config": "longring"} and the like)'
+                f"{type(model).__name__} has attention that does not go through the AttentionInterface of "
+                f"transformers, so longring cannot compute it; use {_instead(model)}; where only a part is like this, "
+                'attn_implementation={"text_config": "longring"} and the like name the others'
             )
         return name
 
@@ -110,16 +112,18 @@ def _instead(model: Any) -> str:
 
 
 @functools.cache
-def _uses_the_interface(kind: type) -> bool:
-    """Whether a model's source asks the AttentionInterface, or has no attention of its own but its parts'."""
+def _attention_of(kind: type) -> str:
+    """By a model's source: "the interface" if it asks the AttentionInterface, "its own", or "none" but its parts'."""
     parts: dict[str, str] = {}
     for base in kind.__mro__:
         if issubclass(base, PreTrainedModel) and base is not PreTrainedModel:
             parts |= _made_of(base.__module__, base.__name__)
     sources = "\n".join(parts.values())
     if re.search(r"_CLASSES\[[^\]]*_attn_implementation\]", sources):  # a table of classes, in which longring is not
-        return False
-    return "ALL_ATTENTION_FUNCTIONS" in sources or not any("Attention" in name for name in parts)
+        return "its own"
+    if "ALL_ATTENTION_FUNCTIONS" in sources:
+        return "the interface"
+    return "its own" if any("Attention" in name for name in parts) else "none"
 
 
 def _made_of(module: str, name: str) -> dict[str, str]:
@@ -291,33 +295,28 @@ def _understood(dealt: Sharding | Batch, documents: Any, lengths: Any, options: 
     pattern = Dense(documents=documents, lengths=lengths)
     if any(row[-1] != dealt.length for row in pattern.documents or ()):
         raise PatternError(f"documents must end at the {dealt.length} tokens of the sequence, got {pattern.documents}")
-    return Dealt(dealt, pattern.documents, pattern.lengths, options, Forwards(functools.partial(_local, dealt)))
+    return Dealt(dealt, pattern.documents, pattern.lengths, options, Forwards(functools.partial(_refuse_local, dealt)))
 
 
-def _local(sharding: Sharding, model: torch.nn.Module, path: str, part: torch.nn.Module) -> NoReturn:
-    """Refuse a model, or a part of it, whose forward has ended within `sharded` without a call of longring."""
-    owner = next((m for n, m in _above(model, path) if isinstance(m, PreTrainedModel)), model)
-    given = getattr(getattr(owner, "config", None), "_attn_implementation", None)
-    what = type(model).__name__ if part is model else f"{path} of {type(model).__name__} ({type(part).__name__})"
-    if given != NAME and _uses_the_interface(type(owner)):
+def _refuse_local(sharding: Sharding, model: torch.nn.Module, path: str) -> NoReturn:
+    """Refuse a model, or the part of it at a path, whose forward within `sharded` ended without a call of longring."""
+    part = model.get_submodule(path)
+    above = [model.get_submodule(path[: dot.start()]) for dot in re.finditer(r"\.|$", path)]
+    owner = next((x for x in reversed([model, *above]) if isinstance(x, PreTrainedModel)), model)
+    models = [x for x in owner.modules() if isinstance(x, PreTrainedModel)]
+    given = next((x.config._attn_implementation for x in models if x.config._attn_implementation != NAME), None)
+    what = type(part).__name__ + (f" ({path} of {type(model).__name__})" if part is not model else "")
+    remedy = "longring cannot compute it: use another model"
+    if given is not None and any(_attention_of(type(x)) == "the interface" for x in models):
         remedy = (
             f'its attn_implementation is {given!r}: call model.set_attn_implementation("{NAME}"), or load it with '
             f'attn_implementation="{NAME}"'
         )
-    else:
-        remedy = "longring cannot compute it: use another model"
     with _telling_the_others(sharding):
         raise NotBuilt(
             f"{what} ran within `sharded` without calling longring, so it mixed no tokens but those of this rank; "
             f"{remedy}; what every rank is given whole, as images, is run outside of `sharded`"
         )
-
-
-def _above(model: torch.nn.Module, path: str) -> list[tuple[str, torch.nn.Module]]:
-    """The modules on the way to a part, the nearest first."""
-    names = path.split(".") if path else []
-    prefixes = [".".join(names[:count]) for count in range(len(names), -1, -1)]
-    return [(name, model.get_submodule(name)) for name in prefixes]
 
 
 def _positions(sharding: Sharding, documents: tuple[tuple[int, ...], ...] | None) -> Tensor:
@@ -336,7 +335,7 @@ def _restarting(held: Tensor, documents: tuple[tuple[int, ...], ...] | None) -> 
 
 
 class NoTensor(NotBuilt, AttributeError):
-    """A model works on its attention mask as if it were a tensor. `hasattr` takes it for an attribute that is not there."""
+    """A model works on its attention mask as if it were a tensor. For `hasattr` the attribute is not there."""
 
 
 class Request:
@@ -597,7 +596,7 @@ def _facts(function: Callable[..., Any] | None) -> _Facts:
             case _:
                 raise NotBuilt(
                     f"the model asks for a mask by {name}, which is not built: longring knows causal and bidirectional "
-                    "attention, sliding windows, packed documents and padding behind the tokens"
+                    f"attention, sliding windows, packed documents and padding behind the tokens; {INSTEAD}"
                 )
     return _Facts(causal, window, packed)
 
@@ -740,7 +739,7 @@ def _refuse_counting_of_its_own(model: torch.nn.Module, position_ids: Tensor | N
     """A model that counts the tokens it is given would count from 0 on every rank."""
     name = type(model).__name__
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
-        raise NotBuilt(f"{name} takes no position_ids, so over ranks it would count every shard from 0")
+        raise NotBuilt(f"{name} takes no position_ids, so over ranks it would count every shard from 0; {ALONE}")
     if position_ids is None:
         raise LayoutError(f"{name} was given no position_ids; over ranks it needs those of shard_batch")
 
@@ -759,7 +758,7 @@ def _refuse_other_mixing(model: torch.nn.Module) -> None:
         if isinstance(part, (torch.nn.Conv1d, torch.nn.Conv2d)):
             raise NotBuilt(
                 f"{type(model).__name__} has a convolution ({name}), which mixes tokens by other means than attention, "
-                "and so cannot be dealt over ranks"
+                f"and so cannot be dealt over ranks; {ALONE}"
             )
 
 
@@ -769,10 +768,12 @@ def _refuse_other_layers(config: Any) -> None:
     if others:
         raise NotBuilt(
             f"{type(config).__name__} has layers of type {min(others)!r}, which mix tokens by other means than "
-            "attention, and so cannot be dealt over ranks"
+            f"attention, and so cannot be dealt over ranks; {ALONE}"
         )
     if getattr(config, "trigram_input", False):
-        raise NotBuilt(f"{type(config).__name__}: trigram_input mixes neighbouring tokens, which ranks do not have")
+        raise NotBuilt(
+            f"{type(config).__name__}: trigram_input mixes neighbouring tokens, which ranks do not have; {ALONE}"
+        )
 
 
 def _refuse_frequencies_of_ranks(dealt: Dealt, config: Any) -> None:
@@ -822,7 +823,6 @@ HARMLESS = {
 }
 # What is honoured, or held against the pattern
 CHECKED = {"cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "is_causal", "position_ids", "sliding_window"}
-INSTEAD = 'use another attn_implementation, as "eager"'
 REFUSED = {
     "alibi": "a bias on the scores",
     "attention_bias": "a bias on the scores",
@@ -850,6 +850,11 @@ def attend(
     with _telling_the_others(None if dealt is None else dealt.sharding):
         request = _request(module, query, key, attention_mask, given)
         _refuse(module, dropout, given, request.pattern)
+        if key.shape[-1] != value.shape[-1]:
+            raise NotBuilt(
+                f"heads have keys of {key.shape[-1]} numbers and values of {value.shape[-1]}, which is not built yet; "
+                f"{INSTEAD}"
+            )
     q, k, v = (_as_autocast(x).transpose(1, 2) for x in (query, key, value))
     options: dict[str, Any] = {"query_offset": request.query_offset}
     if request.dealt is not None:
@@ -923,8 +928,8 @@ def _refuse_argument(name: str) -> NoReturn:
     if name in REFUSED:
         raise NotBuilt(f"{name}: {REFUSED[name]} is not built yet, and is never silently ignored; {INSTEAD}")
     raise NotBuilt(
-        f"{name}: it is not known what it would change in attention, and it is never silently ignored; leave it out, or "
-        f"{INSTEAD}"
+        f"{name}: it is not known what it would change in attention, and it is never silently ignored; leave it out, "
+        f"or {INSTEAD}"
     )
 
 
