@@ -487,7 +487,7 @@ def main() -> None:
             print(json.dumps(row), flush=True)
 
     names = asked.names or architectures()
-    os.nice(5)
+    os.nice(0 if asked.names else 5)
     Workers(names, heard).run(asked.processes)
     if asked.again:
         rows += [row for row in json.loads(RECORD.read_text())["rows"] if row["name"] not in names]
@@ -523,16 +523,16 @@ def page(record: dict[str, Any]) -> str:
 <!-- python benchmarks/hugging_face.py writes this page and docs/records/hugging_face.json -->
 
 What [`attn_implementation="longring"`](transformers.md) gives for the {len(rows)} architectures of AutoModel in
-transformers {record["transformers"]}, of which {len(built)} were built here: tiny configs, random weights, float64,
-torch {record["torch"]} on a CPU. *Exact*: all outputs, the loss and the gradients of all parameters are those of `sdpa` (of
-`eager`, where a model has no `sdpa`), plain and, where there is an `attention_mask`, with padding behind the tokens.
-*Over ranks*: for those exact in one process, the outputs and the summed gradients of two virtual ranks within
-`sharded`. Composite models were given text, and images only where that needs no processor.
+transformers {record["transformers"]}, of which {len(built)} were built here: tiny configs, random weights,
+float64, torch {record["torch"]} on a CPU. *Exact*: all outputs, the loss and the gradients of all parameters are those
+of `sdpa` (of `eager`, where a model has no `sdpa`), plain and, where there is an `attention_mask`, with padding behind
+the tokens. *Over ranks*: for those exact in one process, the outputs and the summed gradients of two virtual ranks
+within `sharded`. Composite models were given text, and images only where that needs no processor.
 
 {summary(rows)}
 Every refusal is an error of longring with the line shown, which is that of the first architecture named. Exact in one
-process and refused over ranks are {sum(row["ranks"] == "refused" for row in exact)}: the line says what such a model does
-besides attention, or which of its attention knows no positions.
+process and refused over ranks are {sum(row["ranks"] == "refused" for row in exact)}: the line says what such a
+model does besides attention, or which of its attention knows no positions.
 
 ## Computed
 

@@ -84,7 +84,11 @@ UNSAID: dict[str, int] = {  # fields that may be None, where a model needs them
     "n_group": 1,
     "topk_group": 1,
 }
-BY_TYPE: dict[str, dict[str, Any]] = {"lfm2_moe": {"layer_types": ["conv", "full_attention"]}}
+BY_TYPE: dict[str, dict[str, Any]] = {
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "xmod": {"default_language": "en_XX"},
+    "xlm-prophetnet": {"is_decoder": True},
+}
 IS_DROPOUT = re.compile(r".*(drop|drop_path|layerdrop|mask_time_prob|mask_feature_prob|jitter).*")
 
 
@@ -110,6 +114,8 @@ def shrunk(config: PreTrainedConfig, only: str | None = None) -> dict[str, Any]:
             continue
         if isinstance(default, PreTrainedConfig):
             given[name] = type(default)(**shrunk(default, only))
+        elif isinstance(default, dict) and "mrope_section" in default:
+            given[name] = {**default, "mrope_section": [2, 1, 1]}
         elif isinstance(default, float) and IS_DROPOUT.fullmatch(name):
             given[name] = 0.0
         elif default is None and only is None and name in UNSAID:
