@@ -239,6 +239,22 @@ def test_nothing_is_said_where_no_model_ran():
     model("llama", "sdpa")(tokens())
 
 
+class GateAfterAttention(torch.nn.Module):
+    """Named as if it attended, as there are some."""
+
+    def forward(self, x):
+        return 2 * x
+
+
+def test_what_works_on_the_result_of_attention_need_not_attend():
+    made = model("llama", "longring").eval()
+    for layer in made.model.layers:
+        layer.self_attn.o_proj = torch.nn.Sequential(
+            layer.self_attn.o_proj, type("GatedAttention", (GateAfterAttention,), {})()
+        )
+    torch.testing.assert_close(within(made).logits, made(tokens()).logits, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "longring"])
 def test_another_error_passes_as_it_is(attention):
     made = model("llama", attention)

@@ -63,12 +63,15 @@ class Forwards:
         place = max((i for i, forward in enumerate(self._open) if forward.module is module), default=None)
         if place is None:
             return
-        forward, models = self._open[place], [each.module for each in self._open[:place] if each.is_model]
+        forward, above = self._open[place], self._open[:place]
+        models = [each.module for each in above if each.is_model]
         del self._open[place:]  # those further in were interrupted, and ended without a hook
         if has_raised or forward.has_attended or forward.has_asked:
             return
         if isinstance(module, (PreTrainedModel, OptimizedModule)) and (models or not forward.is_model):
             return  # a part of a model need not attend; if it does, its attention modules tell
+        if any(each.has_attended and ATTENTION.search(type(each.module).__name__) for each in above):
+            return  # it works on what attention gave
         module = _uncompiled(module)
         model = _uncompiled(models[0]) if models else module
         self._refuse(model, next((name for name, each in model.named_modules() if each is module), ""))
