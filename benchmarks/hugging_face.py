@@ -3,6 +3,7 @@
 OMP_NUM_THREADS=1 python benchmarks/hugging_face.py                     # all: the record, and the page made of it
 python benchmarks/hugging_face.py causal-lm/llama masked-lm/bert        # some: their rows as JSON
 python benchmarks/hugging_face.py --again causal-lm/llama               # some, whose rows in the record are replaced
+python benchmarks/hugging_face.py --again --minutes 20                  # those that were not run, for so long
 python benchmarks/hugging_face.py --page                                # the page, from the record
 
 Each model has the same random weights for both, in float64 throughout. In one process all outputs, the loss and the
@@ -33,7 +34,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RECORD, PAGE = ROOT / "docs/records/hugging_face.json", ROOT / "docs/transformers_models.md"
-LIMIT = 100.0  # seconds that an architecture may take
+LIMIT = 300.0  # seconds that an architecture may take
 MAPPINGS = {  # of AutoModel
     "causal-lm": "MODEL_FOR_CAUSAL_LM_MAPPING",
     "masked-lm": "MODEL_FOR_MASKED_LM_MAPPING",
@@ -44,7 +45,7 @@ MAPPINGS = {  # of AutoModel
     "text-to-waveform": "MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING",
     "base": "MODEL_MAPPING",  # of those that are in none of the others: images, sound, encoders
 }
-STATES = ("exact", "refused", "wrong", "foreign", "bypass", "not built")
+NOT_RUN = {"one": "not run", "said": "", "ranks": None, "ranks_said": "", "model": None}
 
 # -------------------------------------------------------------------------------------------------- one architecture
 
@@ -139,7 +140,7 @@ class Reference:
         for candidate in candidates(config):
             for by in ("sdpa", "eager") if made._supports_sdpa else ("eager",):
                 for images in (True, False) if made.main_input_name == "input_ids" else (True,):
-                    if time.process_time() - began > 6:
+                    if time.process_time() - began > 3:
                         raise first or Failed("it takes too long")
                     try:
                         with torch.device("meta"):
@@ -418,8 +419,8 @@ def architectures() -> list[str]:
 class Workers:
     """Processes that examine one architecture after another; one that takes too long is ended, and said so."""
 
-    def __init__(self, names: list[str], heard: Callable[[dict[str, Any]], None]) -> None:
-        self.names, self.heard, self.lock = iter(names), heard, threading.Lock()
+    def __init__(self, names: list[str], heard: Callable[[dict[str, Any]], None], end: float) -> None:
+        self.names, self.heard, self.lock, self.end = iter(names), heard, threading.Lock(), end
 
     def run(self, count: int) -> None:
         threads = [threading.Thread(target=self.live) for _ in range(count)]
@@ -445,7 +446,7 @@ class Workers:
                 process.kill()
                 process.wait()
                 process = None
-            row = {"name": name, "one": "not built", "said": f"died, or took more than {LIMIT:.0f} s"}
+            row = {"name": name, **NOT_RUN, "said": f"died, or took more than {LIMIT:.0f} s"}
             with self.lock:
                 self.heard(json.loads(line) if line else row)
         if process is not None:
@@ -454,7 +455,7 @@ class Workers:
 
     def _next(self) -> str | None:
         with self.lock:
-            return next(self.names, None)
+            return next(self.names, None) if time.monotonic() < self.end else None
 
 
 def started() -> Any:
@@ -471,6 +472,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="as causal-lm/llama; all if none is given")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--again", action="store_true", help="put the rows of these names into the record, too")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="what is left then is not run")
     parser.add_argument("--page", action="store_true", help="write the page from the record alone")
     parser.add_argument("--processes", type=int, default=2)
     asked = parser.parse_args()
@@ -486,14 +488,15 @@ def main() -> None:
         if asked.names and not asked.again:
             print(json.dumps(row), flush=True)
 
-    names = asked.names or architectures()
-    os.nice(0 if asked.names else 5)
-    Workers(names, heard).run(asked.processes)
-    if asked.again:
-        rows += [row for row in json.loads(RECORD.read_text())["rows"] if row["name"] not in names]
+    order, known = architectures(), {}
+    if asked.again and RECORD.exists():
+        known = {row["name"]: row for row in json.loads(RECORD.read_text())["rows"]}
+    names = asked.names or [name for name in order if known.get(name, NOT_RUN)["one"] == "not run"]
+    os.nice(0 if asked.names and not asked.again else 5)
+    Workers(names, heard, time.monotonic() + 60 * asked.minutes).run(asked.processes)
     if asked.again or not asked.names:
-        order = architectures()
-        write_record(sorted(rows, key=lambda row: order.index(row["name"])))
+        known |= {row["name"]: row for row in rows}
+        write_record([known.get(name, {"name": name, **NOT_RUN}) for name in order])
         write_page()
     return None
 
@@ -516,7 +519,8 @@ def write_page() -> None:
 
 def page(record: dict[str, Any]) -> str:
     rows = record["rows"]
-    built = [row for row in rows if row["one"] != "not built"]
+    built = [row for row in rows if row["one"] not in ("not built", "not run")]
+    left = [row for row in rows if row["one"] == "not run"]
     exact = [row for row in built if row["one"] == "exact"]
     return f"""# Which models of Transformers
 
@@ -545,7 +549,14 @@ model does besides attention, or which of its attention knows no positions.
 By `sdpa` or `eager` from a tiny config: a package is missing, or the config or a generic input does not fit. Nothing is
 known of these.
 
-{table([row for row in rows if row["one"] == "not built"])}"""
+{table([row for row in rows if row["one"] == "not built"])}
+## Not run
+
+Nor is anything known of these, to which the command has not come, or which took too long:
+`python benchmarks/hugging_face.py --again`.
+
+{", ".join(row["name"].partition("/")[2] for row in left) or "None."}
+"""
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
@@ -557,7 +568,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
     for mapping in [*MAPPINGS, "all"]:
         its = [row for row in rows if mapping in ("all", row["name"].partition("/")[0])]
         one, ranks = (Counter(row.get(key) for row in its) for key in ("one", "ranks"))
-        counts = [len(its), len(its) - one["not built"]]
+        counts = [len(its), len(its) - one["not built"] - one["not run"]]
         counts += [one[state] for state in ("exact", "refused", "wrong", "foreign", "bypass")]
         counts += [ranks[state] for state in ("exact", "refused", "wrong", "foreign", "bypass")]
         lines.append(f"| {mapping} | " + " | ".join(map(str, counts)) + " |")

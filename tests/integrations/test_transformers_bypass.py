@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import warnings
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -448,6 +451,20 @@ def test_dropout_of_gpt2_has_another_name():
     made = GPT2LMHeadModel._from_config(GPT2Config(**GPT), attn_implementation="longring").train()
     with pytest.raises(lr.NotBuilt, match=r"load the model with attn_pdrop=0\.0"):
         made(tokens())
+
+
+def test_looking_at_frames_keeps_nothing_alive():
+    made = model("llama", "longring").eval()
+    gc.collect()
+    gc.disable()
+    try:
+        for ran in (made, functools.partial(within, made)):
+            logits = ran(tokens()).logits if ran is made else ran().logits
+            alive = weakref.ref(logits)
+            del logits
+            assert alive() is None
+    finally:
+        gc.enable()
 
 
 # ------------------------------------------------------------------------------------------- registered, and no longer

@@ -68,23 +68,20 @@ def register() -> None:
 
 def unregister() -> None:
     """Undo `register`: transformers knows the name no longer, and has its own method again."""
-    global _original_check
     for interface in (AttentionInterface, AttentionMaskInterface):
         interface._global_mapping.pop(NAME, None)
-    if _original_check is not None:
-        setattr(PreTrainedModel, CHECK_OF_NAMES, _original_check)
-        _original_check = None
+    current = getattr(PreTrainedModel, CHECK_OF_NAMES)
+    if hasattr(current, "_original_of_longring"):
+        setattr(PreTrainedModel, CHECK_OF_NAMES, current._original_of_longring)
 
 
 CHECK_OF_NAMES = "get_correct_attn_implementation"
-_original_check: Callable[..., str] | None = None
 
 
 def _wrap_the_check_of_names() -> None:
-    global _original_check
-    if _original_check is not None:
-        return
     original = cast(Any, getattr(PreTrainedModel, CHECK_OF_NAMES, None))
+    if hasattr(original, "_original_of_longring"):
+        return
     found = [] if original is None else list(inspect.signature(original).parameters)
     if found[:2] != ["self", "requested_attention"]:
         raise NotBuilt(
@@ -103,7 +100,7 @@ def _wrap_the_check_of_names() -> None:
             )
         return name
 
-    _original_check = original
+    checked._original_of_longring = original  # type: ignore[attr-defined]
     setattr(PreTrainedModel, CHECK_OF_NAMES, checked)
 
 
@@ -396,7 +393,7 @@ class Request:
         if documents != {tuple(boundaries.tolist())}:
             raise PatternError(
                 f"{name} tells of documents {boundaries.tolist()}, but the mask is for {[list(x) for x in documents]}; "
-                f"pass position_ids that restart with them, or {self.remedy or SAY_DOCUMENTS}"
+                + "; ".join(filter(None, ("pass position_ids that restart with them", self.remedy)))
             )
 
     def _refuse_documents_unseen(self, position_ids: Tensor) -> None:
@@ -477,7 +474,7 @@ def requested(
 ) -> Request:
     """What transformers calls for a mask: the pattern that its mask function and its padding mask stand for."""
     offset = int(q_offset) - int(kv_offset)
-    dealt, here = _dealt.get(), inspect.currentframe()
+    dealt, here = _dealt.get(), sys._getframe(1)  # its own frame, kept here, would keep itself and all above it
     if dealt is not None:
         dealt.forwards.asked()
         with _telling_the_others(dealt.sharding):
@@ -507,9 +504,15 @@ def requested(
 
 
 def _refuse_attentions(frame: FrameType | None) -> None:
-    """Some models keep `output_attentions` to themselves, and would return no weights without a word."""
+    """Some models keep `output_attentions` to themselves, and would return no weights without a word.
+
+    It stands in a decorator of the forward, or among the forward's arguments. What f_locals shows lives as long as the
+    frame, so no other frame is asked.
+    """
     for each in _frames(frame):
-        if not str(each.f_globals.get("__name__")).startswith("transformers."):
+        name, code = str(each.f_globals.get("__name__")), each.f_code
+        is_decorator = name.startswith("transformers.utils.") and code.co_name == "wrapper"
+        if not is_decorator and not (name.startswith("transformers.") and "output_attentions" in code.co_varnames):
             continue
         its = each.f_locals
         for given in (its, its.get("kwargs"), its.get("recordable_keys")):
