@@ -249,7 +249,7 @@ def difference(got: dict[str, Any], want: dict[str, Any]) -> str | None:
         if got[name].shape != x.shape:
             return f"{name} has shape {list(got[name].shape)}, not {list(x.shape)}"
         error = float((got[name] - x).norm())
-        allowed = 1e-8 * float(x.norm()) + (1e-12 * size if name.startswith("gradient") else 1e-12)
+        allowed = 1e-8 * float(x.norm()) + (1e-11 * size if name.startswith("gradient") else 1e-12)
         worst = max(worst, (error / allowed if error == error else float("inf"), name))
     return f"{worst[1]} differs by {worst[0]:.1e} of what is allowed" if worst[0] > 1 else None
 
@@ -393,11 +393,11 @@ def over_tokens(reference: Reference, got: dict[str, Any]) -> dict[str, Any]:
 
 
 def first_position(model: Any) -> int:
-    import torch
-
+    """Of RoBERTa and its like, as docs/transformers.md says."""
     for name, table in model.named_modules():
-        if name.endswith("position_embeddings") and isinstance(table, torch.nn.Embedding):
-            return 0 if table.padding_idx is None else table.padding_idx + 1
+        if name.endswith(("position_embeddings", "embed_positions")):
+            padding = getattr(table, "padding_idx", None)
+            return 0 if padding is None else padding + 1
     return 0
 
 

@@ -44,7 +44,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import longring as lr
 from hugging import BATCH, DOCUMENTS, GROUPED, LENGTH, SIZES, VOCABULARY, model, restarting, tokens
-from longring.integrations.transformers import register, shard_batch, sharded, unregister
+from longring.integrations.transformers import _first_position, register, shard_batch, sharded, unregister
 from longring.nn.loss import cross_entropy
 from longring.testing import run_ranks
 from longring.transport.loopback import Loopback
@@ -465,6 +465,16 @@ def test_looking_at_frames_keeps_nothing_alive():
             assert alive() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("name", ["position_embeddings", "embed_positions"])
+def test_position_ids_that_begin_behind_padding_whatever_the_table(name):
+    """Kosmos-2.5 has a table that is no Embedding; with position ids from 0 it gave other logits without a word."""
+    model, table = torch.nn.Module(), torch.nn.Module()
+    model.add_module(name, table)
+    assert _first_position(model) == 0
+    table.padding_idx = 1
+    assert _first_position(model) == 2
 
 
 # ------------------------------------------------------------------------------------------- registered, and no longer

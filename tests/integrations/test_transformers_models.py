@@ -21,6 +21,7 @@ SAMPLE = {  # in one process, over ranks, and what is said
     "causal-lm/gpt2": ("exact", "exact", ""),
     "causal-lm/mixtral": ("exact", "exact", ""),
     "masked-lm/modernbert": ("exact", "exact", ""),
+    "image-text-to-text/kosmos-2.5": ("exact", "exact", ""),
     "seq2seq-lm/m2m_100": ("exact", "refused", "takes no position_ids"),
     "causal-lm/qwen3_next": ("exact", "refused", "linear_attention"),
     "causal-lm/mamba": ("exact", "refused", "without calling longring"),

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ CHECK_OF_NAMES = "get_correct_attn_implementation"
 
 
 def _wrap_the_check_of_names() -> None:
-    original = cast(Any, getattr(PreTrainedModel, CHECK_OF_NAMES, None))
+    original = getattr(PreTrainedModel, CHECK_OF_NAMES, None)
     if hasattr(original, "_original_of_longring"):
         return
     found = [] if original is None else list(inspect.signature(original).parameters)
@@ -88,6 +88,8 @@ def _wrap_the_check_of_names() -> None:
             f"PreTrainedModel.{CHECK_OF_NAMES} of transformers {transformers.__version__} takes ({', '.join(found)}), "
             "not (self, requested_attention, ...) as longring needs; install a version that longring was tested with"
         )
+
+    assert original is not None
 
     @functools.wraps(original)
     def checked(model: PreTrainedModel, requested_attention: str | None, *more: Any, **options: Any) -> str:
@@ -748,10 +750,11 @@ def _refuse_counting_of_its_own(model: torch.nn.Module, position_ids: Tensor | N
 
 
 def _first_position(model: torch.nn.Module) -> int:
-    """RoBERTa and its like leave the rows of their table up to that of the padding to no token."""
+    """RoBERTa, Kosmos and their like leave the positions up to that of the padding to no token."""
     for name, table in model.named_modules():
-        if name.endswith("position_embeddings") and isinstance(table, torch.nn.Embedding):
-            return 0 if table.padding_idx is None else table.padding_idx + 1
+        if name.endswith(("position_embeddings", "embed_positions")):
+            padding = getattr(table, "padding_idx", None)
+            return 0 if padding is None else padding + 1
     return 0
 
 
