@@ -196,7 +196,7 @@ def shard_batch(
     """
     if not isinstance(sharding, Sharding):
         raise ArgumentError(f"sharding must be a longring.Sharding, got {sharding!r}")
-    with _telling_the_others(Dealt(sharding, None, None, {})):
+    with _telling_the_others(sharding):
         given = _given(input_ids, labels, attention_mask, documents)
         check_timeout(timeout)
         targets = next_tokens(
