@@ -156,8 +156,8 @@ class StoreBoard:
         notes, many = self._store.notes, len(list(ranks))
         return self._ask(within, lambda: {rank: notes[rank] for rank in ranks if rank in notes}, 2, 2 * many)
 
-    def number_of_reader(self, conversation: int, within: float = 3.0) -> int:
-        return self._ask(within, lambda: self._store.add(f"readers/{conversation}"))
+    def number_of_readers(self, conversation: int, more: int, within: float = 3.0) -> int:
+        return self._ask(within, lambda: self._store.add(f"readers/{conversation}", more))
 
     def is_first_to_judge(self, within: float = 3.0) -> bool:
         return self._ask(within, lambda: self._store.add("judge") == 1)

@@ -161,3 +161,49 @@ def test_keys_that_are_not_there_are_found_in_few_questions(missing):
     store = CountingStore(there)
     assert _there(store, keys) == there
     assert store.asked <= 1 + 2 * 11 * len(missing)
+
+
+@pytest.mark.parametrize("size", [4, 16, 17, 24])
+@pytest.mark.parametrize("travel", [0.0002, 0.03], ids=["quick", "slow"])
+def test_the_stores_host_stays_for_the_others_however_late_its_verdict_is(time, size, travel):
+    """Rank 0 hosts it, and waits for a lost rank as rank 1 does; the others compute."""
+    store = Store(time, travel=travel)
+    time.run([(0.0, lambda rank=rank: raised(time, store, rank, size, host=0, close=0.1)) for rank in (0, 1)])
+    assert time.now >= 2.0 + lookout._GRACE
+
+
+@pytest.mark.parametrize("size", [17, 64])
+def test_the_stores_host_stays_where_it_reads_no_notes(time, size):
+    store = Store(time)
+    store.numbers["readers/1"] = 16  # ranks that read them instead
+    time.run([(0.0, lambda: raised(time, store, 0, size, host=0, close=0.01))])
+    assert time.now >= 2.0 + lookout._GRACE
+
+
+@pytest.mark.parametrize("victim", range(40, 44))
+def test_who_read_in_an_earlier_step_makes_room_for_who_waits_now(time, victim):
+    """A slow step, for which all wait, and then a lost rank: who waits for it begins later than who waits for those."""
+    size, timeout, store, found = 100, 10.0, Store(time), {}
+
+    def program(rank):
+        vigil = lookout.Lookout(StoreBoard(store, rank, size, None), SILENT, lambda: None)
+        options = {"what": "a step", "conversation": 1, "signature": Signature(b"", {}), "timeout": timeout}
+        try:
+            vigil.until(Message(time, (rank - 1) % size, 0.8 * timeout), **options)
+            if rank - victim in (1, 2, 3):
+                time.sleep(0.2 * (victim + 3 - rank))
+                vigil.until(Message(time, rank - 1), **options)
+        except PeerLost as error:
+            found[rank] = error.rank
+
+    time.run([(0.0, lambda rank=rank: program(rank)) for rank in range(size)])
+    assert found == dict.fromkeys((victim + 1, victim + 2, victim + 3), victim)
+
+
+def raised(time, store, rank, size, *, host, close):
+    """Which rank this one names, that waits 2 s for the one before it."""
+    vigil = lookout.Lookout(StoreBoard(store, rank, size, host), SILENT, lambda: time.sleep(close))
+    options = {"what": "a step", "conversation": 1, "signature": Signature(b"", {}), "timeout": 2.0}
+    with pytest.raises(PeerLost) as caught:
+        vigil.until(Message(time, (rank - 1) % size), **options)
+    return caught.value.rank

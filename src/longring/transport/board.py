@@ -58,6 +58,7 @@ class Board:
         self._place = Board._newest = send_carrier(lambda _: self._found_place(name, before))
         self._own: dist.Store | None = None
         self._asked: Errand[Any] | None = None
+        self._is_apart = False  # whether what was asked last goes over a connection of its own
         self._lock = threading.Lock()
         self.host = self.rank if _is_hosted_here(self._shared) else None  # of the store, as far as this rank has heard
         self._guess = _usual_host(group, self._shared)
@@ -84,8 +85,8 @@ class Board:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the store still owes an answer."""
-        return self._asked is not None and not self._asked.is_over()
+        """Whether the store still owes an answer, and there is no other way to ask it."""
+        return self._is_apart and self._asked is not None and not self._asked.is_over()
 
     def verdict(self, within: float = PATIENCE) -> Verdict | None:
         return self._ask(_read_verdict, within)
@@ -110,9 +111,9 @@ class Board:
         """True on one rank only, which then collects what all the others say."""
         return self._ask(lambda store: store.add("judge", 1), within) == 1
 
-    def number_of_reader(self, conversation: int, within: float = PATIENCE) -> int:
-        """How many ranks, with this one, have asked to read the notes of all in this conversation."""
-        return self._ask(lambda store: store.add(f"readers/{conversation}", 1), within)
+    def number_of_readers(self, conversation: int, more: int, within: float = PATIENCE) -> int:
+        """How many ranks ask to read the notes of all in this conversation: so many more with this one, or fewer."""
+        return self._ask(lambda store: store.add(f"readers/{conversation}", more), within)
 
     def sign(self, within: float = PATIENCE) -> int:
         """Say that this rank has seen the verdict; how many have."""
@@ -132,12 +133,16 @@ class Board:
             self._lock.release()
 
     def _answer(self, question: Callable[[dist.Store], T], end: float, unless: Errand[Any] | None) -> T:
-        if self._asked is not None and not _is_over(self._asked, end, unless):
-            raise BoardSilent("the store still owes an answer")
-        self._asked = errand = send_carrier(lambda _: question(self._store()))
         now = time.monotonic()
-        is_answered = _is_over(errand, end if self._own is not None else now + (end - now) / 3, unless)
-        if not is_answered and self._own is None and time.monotonic() < end and not (unless and unless.is_over()):
+        soon = end if self._is_apart else now + (end - now) / 3
+        is_answered = self._asked is None or _is_over(self._asked, soon, unless)
+        if not is_answered and self._is_apart:
+            raise BoardSilent("the store still owes an answer")
+        if is_answered:
+            self._asked = errand = send_carrier(lambda _: question(self._store()))
+            is_answered = _is_over(errand, soon, unless)
+        if not is_answered and not self._is_apart and time.monotonic() < end and not (unless and unless.is_over()):
+            self._is_apart = True
             self._asked = errand = send_carrier(lambda _: question(self._on_its_own()))
             is_answered = _is_over(errand, end, unless)
         if not is_answered:
@@ -154,6 +159,15 @@ class Board:
         of who connects, and answers nobody while a name server is slow."""
         self._own = dist.PrefixStore(self._place.join(), _reconnected(self._shared))
         return self._own
+
+
+def _forget() -> None:
+    """A child has none of its parent's threads."""
+    Board._newest = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 def _is_over(asked: Errand[Any], end: float, unless: Errand[Any] | None) -> bool:

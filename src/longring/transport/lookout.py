@@ -42,7 +42,6 @@ class Lookout:
         self._board, self._record, self._close = board, record, close
         self._rank, self._size = board.rank, board.size
         self._beats = 0
-        self._reader_in = (0, False)  # a conversation, and whether this rank is one of its readers
         self._verdict: Verdict | None = None
         self._lock = threading.Lock()  # a caller and the carrier that watches transfers may find out at once
 
@@ -70,11 +69,12 @@ class Lookout:
         """Return when the errand is done; within the timeout, or else with an error that all ranks share."""
         wait = _Wait(errand, what, conversation, signature, timeout, self._size)
         while not errand.is_over(within=wait.until_next_look()):
-            verdict = self._look(wait) if wait.left() > 0 else self._verdict_on_silence(wait)
+            verdict = self._verdict or (self._look(wait) if wait.left() > 0 else self._verdict_on_silence(wait))
             if verdict is not None:
                 self._give_up(verdict, wait)
         if self._verdict is not None:  # another thread's, which has ended what this one waited for
             self._give_up(self._verdict, wait)
+        self._read_no_more(wait)
         if errand.error is not None:
             self._explain(errand.error, wait)
 
@@ -111,10 +111,20 @@ class Lookout:
 
     def _is_reader(self, wait: _Wait) -> bool:
         """Whether this rank reads the notes of all: those whose waits end first do, and the others hear of it."""
-        if self._size > _READERS and self._reader_in[0] != wait.conversation:
-            number = self._board.number_of_reader(wait.conversation, wait.patience())
-            self._reader_in = wait.conversation, number <= _READERS
-        return self._size <= _READERS or self._reader_in[1]
+        if wait.is_reader is None:
+            wait.is_reader = self._size <= _READERS or self._readers(wait, 1) <= _READERS
+            if not wait.is_reader:
+                self._readers(wait, -1)
+        return wait.is_reader
+
+    def _read_no_more(self, wait: _Wait) -> None:
+        """Make room: who waits on, or waits later in this call, must find ranks that read and wait themselves."""
+        if wait.is_reader and self._size > _READERS:
+            with contextlib.suppress(BoardSilent):
+                self._readers(wait, -1)
+
+    def _readers(self, wait: _Wait, more: int) -> int:
+        return self._board.number_of_readers(wait.conversation, more, wait.patience() if more > 0 else _LEAST)
 
     def _note(self, wait: _Wait, terms: dict[str, str] | None = None) -> Note:
         self._beats += 1
@@ -240,14 +250,15 @@ class Lookout:
         expected = self._size - (verdict.kind == "lost" and verdict.rank is not None)
         try:
             signed = self._board.sign(max(0.0, end - time.monotonic()))
-        except BoardSilent:
-            return
+        except BoardSilent:  # the signature is on its way: late is no reason for the host to leave
+            signed = 0
         if self._board.host == self._rank and signed < expected:
-            send_carrier(lambda _: self._stay(expected)).is_over(within=end - time.monotonic())
+            send_carrier(lambda _: self._stay(verdict, expected)).is_over(within=end - time.monotonic())
 
-    def _stay(self, expected: int) -> None:
+    def _stay(self, verdict: Verdict, expected: int) -> None:
         end = time.monotonic() + _GRACE
         with contextlib.suppress(BoardSilent):
+            self._board.pronounce(verdict, _GRACE)  # where there was no time to, or no answer
             while self._board.signatures() < expected and time.monotonic() < end:
                 time.sleep(0.02)
 
@@ -289,6 +300,7 @@ class _Wait:
         self._beat = max(size / _FASTEST, min(usual, timeout / _BEATS))
         self._watched_from = self.ends - min(_WATCHED * self._beat, timeout / 2)
         self._next_look = self.began + min(_FIRST_LOOK, self._beat / 2)
+        self.is_reader: bool | None = None  # not asked for yet
         self.seen: dict[int, Note] | None = None  # the notes of all ranks, where this one has read them
 
     def left(self, more: float = 0.0) -> float:
