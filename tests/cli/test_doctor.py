@@ -22,6 +22,7 @@ from longring.bench.doctor.devices import Gpu, Links
 from longring.bench.doctor.kernels import kernels_on
 from longring.cli import main
 from longring.cli.doctor import _kernel_lines, _print_page, _self_tests, screen
+from longring.kernels.recipes import _generation
 from longring.testing import self_test
 
 QUESTIONS = [question.name for question in self_test.QUESTIONS]
@@ -167,6 +168,7 @@ def on_gpu(monkeypatch):
     """Kernels on a GPU that is not there, by its compute capability: shapes alone, nothing is computed."""
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr("longring.kernels.operations.triton.is_available", lambda device: True)
+    monkeypatch.setattr("longring.kernels.recipes._generation", _generation.__wrapped__)  # which remembers
 
     def found(*capability):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)

@@ -92,7 +92,6 @@ def forget() -> None:
     _recipes.clear()
     _plans.clear()
     willing_for.cache_clear()
-    _generation.cache_clear()
 
 
 class _Remembered:
