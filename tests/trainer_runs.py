@@ -257,7 +257,14 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [  # a part of the message, and what
     ("dispatch_batches=True is not built", {"accelerator_config": {"dispatch_batches": True}}),
     ("eval_use_gather_object=True is not built", {"eval_use_gather_object": True}),
     ("context_parallel_size must divide the 2 processes, got 3", {"size": 3}),
+    ("OwnLoss.compute_loss would never be called", {"own_loss": True}),
+    ("neftune_noise_alpha is not built", {"neftune_noise_alpha": 5.0}),
 ]
+
+
+class OwnLoss(Trainer):
+    def compute_loss(self, *given: Any, **more: Any) -> Any:
+        return 2 * super().compute_loss(*given, **more)
 
 
 def refused(number: int) -> str:
@@ -265,7 +272,8 @@ def refused(number: int) -> str:
     asked = dict(REFUSED[number][1])
     more, without = asked.pop("more", {}), asked.pop("without", "")
     loss, router, size = asked.pop("loss", None), asked.pop("router", False), asked.pop("size", None)
-    kind = type("Asking", (LongTrainer,), {"context_parallel_size": size})
+    bases = (ContextParallelMixin, OwnLoss) if asked.pop("own_loss", False) else (LongTrainer,)
+    kind = type("Asking", bases, {"context_parallel_size": size})
     with tempfile.TemporaryDirectory() as own:
         try:
             function = asked.pop("compute_loss_func", None)

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers import (
     CLIPVisionConfig,
@@ -209,6 +210,9 @@ def compiled(made, how):
         case "layers":
             for layer in made.model.layers:
                 layer.compile(backend="eager")
+        case "attention":
+            for layer in made.model.layers:
+                layer.self_attn.compile(backend="eager")
         case "function":
             return torch.compile(lambda **given: made(**given), backend="eager")
     return made
@@ -216,7 +220,7 @@ def compiled(made, how):
 
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar:UserWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("how", ["model", "in place", "forward", "layers", "function"])
+@pytest.mark.parametrize("how", ["model", "in place", "forward", "layers", "attention", "function"])
 def test_compiled_models_are_noticed(how):
     """And PyTorch does not warn of the hooks that notice them."""
     torch._dynamo.reset()
@@ -227,6 +231,31 @@ def test_compiled_models_are_noticed(how):
     with pytest.raises(lr.NotBuilt, match=f"LlamaForCausalLM {NOT_CALLED}.* 'sdpa'"):
         within(compiled(model("llama", "sdpa").eval(), how))
     torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar:UserWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_model_is_compiled_once_for_all_contexts():
+    torch._dynamo.reset()
+    counter, counts = CompileCounter(), []
+    made = torch.compile(model("llama", "longring").eval(), backend=counter)
+    for _ in range(4):
+        within(made)
+        counts.append(counter.frame_count)
+    torch._dynamo.reset()
+    assert counts[1] == counts[3], counts
+
+
+def test_a_model_that_asks_for_a_mask_and_attends_by_itself_is_noticed():
+    class Mixer(torch.nn.Module):  # by its name it does not attend
+        def forward(self, hidden_states, **given):
+            return hidden_states.cumsum(1), None
+
+    made = model("llama", "longring")
+    for layer in made.model.layers:
+        layer.self_attn = Mixer()
+    with pytest.raises(lr.NotBuilt, match=NOT_CALLED):
+        within(made)
 
 
 # ----------------------------------------------------------------------------------------------------- no false alarm
@@ -240,6 +269,23 @@ def test_nothing_is_said_where_no_model_ran():
         torch.nn.MultiheadAttention(4, 2)(*torch.zeros(3, 5, 1, 4))
         torch.compile(torch.nn.Linear(3, 4), backend="eager")(torch.zeros(2, 3))
     model("llama", "sdpa")(tokens())
+
+
+class InheritedAttention(LlamaAttention):
+    """In another module than the attention that it inherits from."""
+
+
+class InheritingModel(PreTrainedModel):
+    config_class = LlamaConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.attention = InheritedAttention(config, 0)
+
+
+def test_attention_may_be_inherited_from_another_module():
+    register()
+    InheritingModel._from_config(LlamaConfig(**SIZES), attn_implementation="longring")
 
 
 class GateAfterAttention(torch.nn.Module):

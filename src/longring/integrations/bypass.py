@@ -30,7 +30,7 @@ class _Forward:
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.is_model = module, _is_model(module)
-        self.has_attended = self.has_asked = False
+        self.has_attended = self.has_asked = self.is_traced = False
 
 
 class Forwards:
@@ -53,8 +53,9 @@ class Forwards:
         for forward in self._open:
             forward.has_asked = forward.has_asked or forward.is_model
 
-    def begin(self, module: nn.Module) -> None:
+    def begin(self, module: nn.Module, is_traced: bool = False) -> None:
         forward = _Forward(module)
+        forward.is_traced = is_traced
         if self._open or forward.is_model or _is_of_transformers(type(module)):
             self._open.append(forward)
 
@@ -66,12 +67,16 @@ class Forwards:
         forward, above = self._open[place], self._open[:place]
         models = [each.module for each in above if each.is_model]
         del self._open[place:]  # those further in were interrupted, and ended without a hook
-        if has_raised or forward.has_attended or forward.has_asked:
+        if has_raised or forward.has_attended:
             return
+        if forward.has_asked and (models or forward.is_traced or any(map(_is_compiled, module.modules()))):
+            return  # what is compiled calls longring unseen; else who asks for a mask attends
         if isinstance(module, (PreTrainedModel, OptimizedModule)) and (models or not forward.is_model):
             return  # a part of a model need not attend; if it does, its attention modules tell
         if any(each.has_attended and ATTENTION.search(type(each.module).__name__) for each in above):
             return  # it works on what attention gave
+        if not forward.is_model and any(map(_is_compiled, module.modules())):
+            return  # what is compiled calls longring unseen; the model as a whole tells
         module = _uncompiled(module)
         model = _uncompiled(models[0]) if models else module
         self._refuse(model, next((name for name, each in model.named_modules() if each is module), ""))
@@ -79,6 +84,11 @@ class Forwards:
 
 def _uncompiled(module: nn.Module) -> nn.Module:
     return module._orig_mod if isinstance(module, OptimizedModule) else module
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    calls = getattr(module, "_compiled_call_impl", None), getattr(module.forward, "_torchdynamo_orig_callable", None)
+    return isinstance(module, OptimizedModule) or calls != (None, None)
 
 
 def _is_model(module: nn.Module) -> bool:
@@ -104,6 +114,7 @@ _current: ContextVar[Forwards | None] = ContextVar("longring.integrations.bypass
 _lock = threading.Lock()
 _contexts = 0
 _hooks: list[Any] = []
+_names = list[int]()  # of the hooks in the tables of PyTorch: the same in every context, see `_under_their_names`
 
 
 @contextmanager
@@ -125,10 +136,22 @@ def _hook(change: int) -> None:
         if _contexts and not _hooks:
             _hooks.append(nn.modules.module.register_module_forward_pre_hook(_begun))
             _hooks.append(nn.modules.module.register_module_forward_hook(_ended, always_call=True))
+            _under_their_names()
         while _hooks and not _contexts:
             _hooks.pop().remove()
         if change > 0:
             _allow_hooks_around_compiled_models()
+
+
+def _under_their_names() -> None:
+    """Compiled code guards on the keys of the hooks, and would be compiled anew in every context that has new ones."""
+    if not _names:
+        _names.extend(handle.id for handle in _hooks)
+    for handle, name in zip(_hooks, _names, strict=True):
+        for table in (handle.hooks_dict_ref(), *(extra() for extra in handle.extra_dict_ref)):
+            if handle.id in table and handle.id != name:
+                table[name] = table.pop(handle.id)
+        handle.id = name
 
 
 def _begun(module: nn.Module, args: Any) -> None:
@@ -152,8 +175,14 @@ def _ended(module: nn.Module, args: Any, output: Any) -> None:
         forwards.end(module, has_raised=output is None)
 
 
+def _begun_traced(module: nn.Module, args: Any) -> None:
+    forwards = _current.get()
+    if forwards is not None:
+        forwards.begin(module, is_traced=True)
+
+
 _uncompiled_call: Any = torch.compiler.disable
-_begun_in_compiled_code, _ended_in_compiled_code = _uncompiled_call(_begun), _uncompiled_call(_ended)
+_begun_in_compiled_code, _ended_in_compiled_code = _uncompiled_call(_begun_traced), _uncompiled_call(_ended)
 
 
 COMPILED = r"Using `torch.compile\(module\)` when there are global hooks"

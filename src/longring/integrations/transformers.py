@@ -71,7 +71,7 @@ def unregister() -> None:
     for interface in (AttentionInterface, AttentionMaskInterface):
         interface._global_mapping.pop(NAME, None)
     current = getattr(PreTrainedModel, CHECK_OF_NAMES)
-    if hasattr(current, "_original_of_longring"):
+    if getattr(current, "_itself_of_longring", None) is current:  # else another has wrapped it, and is left alone
         setattr(PreTrainedModel, CHECK_OF_NAMES, current._original_of_longring)
 
 
@@ -102,7 +102,8 @@ def _wrap_the_check_of_names() -> None:
             )
         return name
 
-    checked._original_of_longring = original  # type: ignore[attr-defined]
+    # Who wraps this with functools.wraps copies both
+    checked._original_of_longring, checked._itself_of_longring = original, checked  # type: ignore[attr-defined]
     setattr(PreTrainedModel, CHECK_OF_NAMES, checked)
 
 
@@ -126,13 +127,29 @@ def _attention_of(kind: type) -> str:
 
 
 def _made_of(module: str, name: str) -> dict[str, str]:
-    """The sources of a class, and of all in its module that its methods name, and theirs."""
-    definitions, found, names = _definitions(module), dict[str, str](), [name]
+    """The sources of a class, and of all in its module that its methods name, and theirs.
+
+    Also of those of other modules that a class inherits from: attention may be there.
+    """
+    found, names, seen = dict[str, str](), [(module, name)], set[tuple[str, str]]()
     while names:
-        name = names.pop()
-        if name in definitions and name not in found:
-            found[name], more = definitions[name]
-            names += more
+        module, name = place = names.pop()
+        definitions = _definitions(module)
+        if name not in definitions or place in seen:
+            continue
+        seen.add(place)
+        source, more = definitions[name]
+        found[name] = found.get(name, "") + source
+        names += [(module, each) for each in more]
+        kind = getattr(sys.modules[module], name, None)
+        bases = kind.__bases__ if isinstance(kind, type) else ()
+        names += [
+            (base.__module__, base.__name__)
+            for base in bases
+            if base.__module__ != module
+            and issubclass(base, torch.nn.Module)
+            and base not in (PreTrainedModel, torch.nn.Module)
+        ]
     return found
 
 

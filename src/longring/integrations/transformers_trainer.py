@@ -7,6 +7,7 @@ sequence, and the results of a group are gathered once. Neither this module nor 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -63,6 +64,7 @@ class ContextParallelMixin(Trainer):
         self._check_arguments()
         self.context_ranks = self._ranks()
         if self.context_ranks.context_size > 1:
+            self._refuse_what_is_left_out()
             accelerator: Any = self.accelerator
             accelerator.prepare_data_loader = self._prepare_data_loader
             accelerator.gather = self._gather  # which gather_for_metrics calls, and then drops duplicates
@@ -77,6 +79,19 @@ class ContextParallelMixin(Trainer):
         if self.accelerator.dispatch_batches or args.eval_use_gather_object:
             name = "dispatch_batches" if self.accelerator.dispatch_batches else "eval_use_gather_object"
             raise NotBuilt(f"{name}=True is not built for the Trainer over ranks: every process reads its own batches")
+
+    def _refuse_what_is_left_out(self) -> None:
+        """A Trainer behind the mixin may compute its own loss, which the mixin's would replace without a word."""
+        if self.args.neftune_noise_alpha is not None:
+            raise NotBuilt("neftune_noise_alpha is not built: its noise depends on the length of the whole sequence")
+        kinds = type(self).__mro__
+        for kind in kinds[kinds.index(ContextParallelMixin) + 1 :]:
+            for name in ("compute_loss", "prediction_step"):
+                if name in vars(kind) and kind.__module__ != "transformers.trainer":
+                    raise NotBuilt(
+                        f"{kind.__name__}.{name} would never be called, since the Trainer over ranks computes the loss "
+                        f"itself; override {name} in a class in front of ContextParallelMixin"
+                    )
 
     def _ranks(self) -> Ranks:
         size, rank = self.accelerator.num_processes, self.accelerator.process_index
@@ -105,7 +120,9 @@ class ContextParallelMixin(Trainer):
             process_index=ranks.data_rank,
             split_batches=a.split_batches,
             put_on_device=a.device_placement if device_placement is None else device_placement,
-            rng_types=a.rng_types.copy(),
+            # Samplers draw from torch's own generator too, as `group_by_length` does. On CPUs dropout does so as well,
+            # and ranks that hold shards of different lengths would then read other examples from the second epoch on.
+            rng_types=[*a.rng_types, *({"torch"} - {str(getattr(x, "value", x)) for x in a.rng_types})],
             dispatch_batches=False,
             even_batches=a.even_batches,
             use_seedable_sampler=a.use_seedable_sampler,
@@ -236,6 +253,13 @@ class ContextParallelMixin(Trainer):
         if name not in SHIFTED:
             raise NotBuilt(
                 f"{type(model).__name__} computes its loss by {name}; over ranks {', '.join(SHIFTED)} are built"
+            )
+        kind = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
+        if not kind.__module__.startswith("transformers."):
+            warnings.warn(
+                f"{kind.__name__} has a forward of its own: what that adds to the loss is left out over ranks, where "
+                f"the loss is the cross-entropy of {name}; override compute_loss for another",
+                stacklevel=2,
             )
         return SHIFTED[name]
 
