@@ -168,6 +168,9 @@ def _check_folder(out: str) -> None:
     """Before ranks are started. A link to itself is there, and nothing that its name leads to is."""
     if os.path.lexists(out) and not os.path.isdir(out):
         raise ArgumentError(f"--out {out} is no folder; name one, or a place where one can be made")
+    from ..train.metrics import check
+
+    check(Path(out))
 
 
 def _trained(config: Config, *, quiet: bool, keeps_batch: bool) -> Report:
@@ -249,7 +252,9 @@ def _whoever_looks() -> Iterator[None]:
 
 def _conclude(config: Config, report: Report, as_json: bool) -> None:
     out = Path(config.out)
-    picture = _picture(config, out)
+    picture, missing = _picture(config, out)
+    if missing is not None:
+        report.notes.append(missing)
     if as_json:
         real = f"{REAL}: {config.ranks} ({config.device})"
         told = screen.envelope("train", config.as_json(), real=real, simulated="nothing was")
@@ -259,8 +264,8 @@ def _conclude(config: Config, report: Report, as_json: bool) -> None:
     for line in _lines(config, report):
         console.print(line, soft_wrap=True)
     console.print(f"{out}: metrics.jsonl, config.json, checkpoints", soft_wrap=True)
-    if picture is not None:
-        console.print(f"picture: {picture}", soft_wrap=True)
+    if picture is not None or missing is not None:
+        console.print(missing or f"picture: {picture}", soft_wrap=True)
 
 
 def _lines(config: Config, report: Report) -> list[str]:
@@ -285,13 +290,18 @@ def _rings(config: Config) -> str:
     return f"{rings} ring{'s' if rings > 1 else ''} of {ranks}, sequences"
 
 
-def _picture(config: Config, out: Path) -> str | None:
+def _picture(config: Config, out: Path) -> tuple[str | None, str | None]:
+    """(its path, why there is none): what was trained is no worse for want of a picture."""
     from ..train.metrics import steps
     from ..train.picture import draw
 
-    records = steps(out)
+    path = out / "loss.png"
     title = f"{config.model}, {spoken_count(config.context or 0)} tokens on {config.ranks} ranks"
-    return str(out / "loss.png") if records and draw(records, out / "loss.png", title=title) else None
+    try:
+        records = steps(out)
+        return (str(path) if records and draw(records, path, title=title) else None), None
+    except Exception as failure:  # matplotlib has errors of many kinds
+        return None, f"no picture of the loss: {path} cannot be written: {failure}"
 
 
 # -------------------------------------------------------------------------------------------------- the dry run

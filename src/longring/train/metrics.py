@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .small_files import put
+from ..errors import ArgumentError
+from .small_files import check_file, putting, reading
 
 NAME = "metrics.jsonl"
+CONFIG = "config.json"
+MOST = 1 << 30  # bytes of the file: those of three million steps
+LONGEST = 1 << 16  # bytes of a line
+MANY = 1_000_000  # steps that are read for a picture: the last ones
 SHOWN = ("loss", "tokens_per_second", "learning_rate", "gradient_norm")  # in TensorBoard
 
 
@@ -22,9 +29,12 @@ class Metrics:
 
     def __init__(self, folder: Path, *, step: int, about: Mapping[str, Any]) -> None:
         path = folder / NAME
-        _keep(path, step)
-        self._file = path.open("a", encoding="utf-8")
-        self._board = _board(folder / "tensorboard", step)
+        try:
+            _keep(path, step)
+            self._file = path.open("a", encoding="utf-8")
+            self._board = _board(folder / "tensorboard", step)
+        except OSError as failure:
+            raise ArgumentError(f"metrics cannot be written into {folder}: {failure}") from failure
         self._write({"run": dict(about)})
 
     @property
@@ -47,29 +57,53 @@ class Metrics:
         self._file.flush()  # whoever looks, or a kill, finds whole lines
 
 
+def check(folder: Path) -> None:
+    """Refuse a folder in which what a run writes, step by step, is a link, a pipe, a device or a folder."""
+    for name in (NAME, CONFIG):
+        check_file(folder / name)
+    if (folder / NAME).exists() and (size := (folder / NAME).stat().st_size) > MOST:
+        raise ArgumentError(f"{folder / NAME} has {size:,} bytes, more than {MOST:,}; move it elsewhere")
+
+
 def steps(folder: Path) -> list[dict[str, Any]]:
-    """What was written of each step, in order."""
-    return [told for _, told in _lines(folder / NAME) if "step" in told]
+    """What was written of each step, in order; of very many steps, of the last ones."""
+    return list(deque((told for _, told in _lines(folder / NAME) if "step" in told), MANY))
 
 
-def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Whole lines alone: who was killed may have left half of one."""
-    if not path.exists():
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Whole lines alone that a run may have written: who was killed may have left half of one."""
+    if not os.path.lexists(path):
         return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                told = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(told, dict) and line.endswith("\n"):
+    with reading(path) as file:
+        is_beginning = True
+        while line := file.readline(LONGEST):
+            is_whole, is_beginning = is_beginning and line.endswith(b"\n"), line.endswith(b"\n")
+            if is_whole and (told := _told(line)) is not None:
                 yield line, told
 
 
+def _told(line: bytes) -> dict[str, Any] | None:
+    try:
+        told = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(told, dict) and (_is_step(told) if "step" in told else "run" in told):
+        return told
+    return None
+
+
+def _is_step(told: dict[str, Any]) -> bool:
+    step, loss = told.get("step"), told.get("loss")
+    return type(step) is int and 0 < step < 2**63 and type(loss) is float and math.isfinite(loss)
+
+
 def _keep(path: Path, step: int) -> None:
-    """Lines of steps up to this one."""
-    if path.exists():
-        put(path, "".join(line for line, told in _lines(path) if told.get("step", 0) <= step))
+    """Lines of steps up to this one, in a file of the run's own."""
+    check_file(path)
+    with putting(path) as file:
+        for line, told in _lines(path):
+            if told.get("step", 0) <= step:
+                file.write(line)
 
 
 def _board(folder: Path, step: int) -> Any:

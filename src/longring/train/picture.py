@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .small_files import putting
+
 SMOOTH = 0.9  # of the line through many steps: how much of it stays from one to the next
 
 
@@ -25,7 +27,8 @@ def draw(records: Sequence[dict[str, Any]], path: Path, *, title: str) -> bool:
         axes.legend(frameon=False)
     axes.set(xlabel="step", ylabel="loss, nats a token", title=title)
     axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    with putting(path) as file:
+        figure.savefig(file, format="png", dpi=120)
     return True
 
 

@@ -18,7 +18,8 @@ from .about import About
 from .checkpoints import Found
 from .config import OF_THE_ORDER, OF_THE_WEIGHTS, Config, differences, spelt
 from .job import Job, Taken
-from .metrics import Metrics
+from .metrics import CONFIG, Metrics
+from .metrics import check as check_metrics
 from .small_files import put
 from .stopping import Stopping
 from .tasks import Task, task_of
@@ -161,7 +162,10 @@ class Run:
 
     def _metrics(self) -> Metrics:
         config, report = self.config.as_json(), self.report
-        put(self.folder / "config.json", json.dumps(config, indent=2) + "\n")
+        try:
+            put(self.folder / CONFIG, json.dumps(config, indent=2) + "\n")
+        except OSError as failure:
+            raise ArgumentError(f"{self.folder / CONFIG} cannot be written: {failure.strerror or failure}") from failure
         about = {"config": config, "version": __version__, "resumed_from": report.resumed_from}
         return Metrics(self.folder, step=report.steps, about=about | {"corpus": report.corpus})
 
@@ -222,6 +226,7 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as failure:
             raise ArgumentError(f"--out {self.folder} cannot be made: {failure.strerror or failure}") from failure
+        check_metrics(self.folder)
 
     def _check(self, about: About) -> None:
         """Refuse to go on with other weights or another order of the data, rather than with a part of them."""

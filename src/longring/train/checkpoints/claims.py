@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import socket
+import stat
 import time
 import warnings
 from pathlib import Path
@@ -46,7 +47,7 @@ def claim(folder: Path) -> bool:
     folder = folder.resolve()
     if _is_ours(folder):
         return True
-    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    lock = _opened(folder / LOCK)
     try:
         has_locks = _locked(lock, folder)
     except BaseException:
@@ -90,6 +91,27 @@ def _is_ours(folder: Path) -> bool:
     if not is_there:
         release(folder)
     return is_there
+
+
+def _opened(path: Path) -> int:
+    """The lock file itself: writing through a link, or into a pipe or a device, would change what is not the run's."""
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    try:
+        lock = os.open(path, flags, 0o644)
+    except OSError as failure:
+        if failure.errno == errno.ELOOP:
+            raise _no_file(path) from None
+        raise CheckpointError(f"{path} cannot be opened: {failure.strerror or failure}") from failure
+    if not stat.S_ISREG(os.fstat(lock).st_mode):
+        os.close(lock)
+        raise _no_file(path)
+    return lock
+
+
+def _no_file(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is a link, a pipe or a device, and must be a file; remove it, or take another folder"
+    )
 
 
 def _locked(lock: int, folder: Path) -> bool:
