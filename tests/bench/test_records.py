@@ -195,4 +195,10 @@ def test_what_is_no_small_file_of_json_is_refused(tmp_path):
     assert "is no JSON, or was cut short: Exceeds the limit" in refused(tmp_path / "digits.json")
     with (tmp_path / "sparse.json").open("wb") as file:
         file.truncate(1 << 40)
-    assert "has more than 67,108,864 bytes" in refused(tmp_path / "sparse.json")
+    assert "has more than 4,194,304 bytes" in refused(tmp_path / "sparse.json")
+
+
+def test_a_record_of_many_bytes_is_refused_before_it_is_parsed(tmp_path):
+    (tmp_path / "record.json").write_text("[" + "{}," * 2_000_000 + "{}]")
+    with pytest.raises(ArgumentError, match="more than 4,194,304 bytes"):
+        Record.load(tmp_path / "record.json")

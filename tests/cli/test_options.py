@@ -97,3 +97,8 @@ def test_two_outputs_in_one_file_are_refused(tmp_path):
     check_apart(out=tmp_path / "a", report=tmp_path / "b", trace=None)
     with pytest.raises(ArgumentError, match="--out and --report are the same file"):
         check_apart(out=tmp_path / "a", report=tmp_path / "c" / ".." / "a")
+
+
+def test_very_many_branches_are_refused():
+    with pytest.raises(ArgumentError, match="at most 64 branches, got 65"):
+        pattern_of(causal=True, window=None, dilated=",".join(["8:1"] * 65))

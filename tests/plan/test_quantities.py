@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longring.errors import ArgumentError
-from longring.plan.quantities import MOST, count, spoken_bytes, spoken_count, spoken_seconds
+from longring.plan.quantities import LONGEST, MOST, count, spoken_bytes, spoken_count, spoken_seconds
 
 MILLION = 1_000_000
 
@@ -102,3 +102,11 @@ def test_numbers_as_people_read_them():
         "1.5 s",
         "5,400 s",
     ]
+
+
+@pytest.mark.parametrize("text", ["9" * 900_000, "1" + "_1" * 400_000, "1." + "0" * 900_000])
+def test_counts_of_very_many_letters_are_refused_before_they_are_numbers(text):
+    with pytest.raises(ArgumentError) as refused:
+        count(text)
+    assert f"of at most {LONGEST} letters, got {len(text):,}, beginning with " in str(refused.value)
+    assert len(str(refused.value)) < 200

@@ -165,3 +165,18 @@ def test_a_full_mebibyte_of_anything_is_answered_in_seconds(tmp_path, piece):
         read_toml(tmp_path / "it.toml", "it")
     assert time.monotonic() - began < 30
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
+
+
+@pytest.mark.parametrize(
+    "number",
+    ["0x" + "f" * 5000, "0o" + "7" * 9000, "-9223372036854775809", "0b" + "1" * 64, "9" * 400, "0x8000000000000000"],
+)
+@pytest.mark.parametrize("text", ["dim = {}", "[a.b]\nc = [1, [{{d = {}}}]]"])
+def test_whole_numbers_beyond_64_bits_are_refused(tmp_path, number, text):
+    (tmp_path / "file").write_text(text.format(number))
+    assert "is a whole number beyond 2**63" in refusal(tmp_path / "file")
+
+
+def test_whole_numbers_of_64_bits_are_read(tmp_path):
+    (tmp_path / "file").write_text(f"a = {2**63 - 1}\nb = -{2**63}\nc = true")
+    assert read_toml(tmp_path / "file", "it") == {"a": 2**63 - 1, "b": -(2**63), "c": True}

@@ -170,3 +170,16 @@ def test_the_files_of_the_documentation_are_settings(tmp_path):
     for number, text in enumerate(shown):
         (tmp_path / f"{number}.toml").write_text(text)
         read({}, tmp_path / f"{number}.toml").settled(device="cpu", ranks=4)
+
+
+@pytest.mark.parametrize("name", ["batch", "micro_batch"])
+def test_a_step_of_a_billion_sequences_is_refused(name):
+    assert getattr(Config(**{name: 2**20}), name) == 2**20
+    with pytest.raises(ArgumentError, match=r"must be at most 1,048,576, got 1,000,000,000"):
+        Config(**{name: 10**9})
+
+
+def test_very_many_branches_are_refused(tmp_path):
+    (tmp_path / "run.toml").write_text(f'dilated = "{",".join(["8:1"] * 200_000)}"')
+    with pytest.raises(ArgumentError, match="at most 64 branches, got 200,000"):
+        read({}, tmp_path / "run.toml")

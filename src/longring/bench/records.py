@@ -146,7 +146,7 @@ class Record:
 # ------------------------------------------------------------------------------------------------------- reading
 
 
-MOST_BYTES = 1 << 26  # of a record's file
+MOST_BYTES = 1 << 22  # of a record's file
 LARGEST = 1e300  # beyond, a whole number may be no float
 
 

@@ -11,7 +11,7 @@ import typer
 
 from ..errors import ArgumentError
 from ..geometry.patterns import Dense, Dilated, Pattern
-from ..plan.quantities import MOST, count
+from ..plan.quantities import MOST, count, split_branches
 
 MANY = 1_000_000  # ranks or heads: more of them is a slip of the keyboard, and would be counted for hours
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
@@ -170,7 +170,7 @@ def pattern_of(*, causal: bool, window: int | None, dilated: str | None) -> Patt
         return Dense(causal=causal, window=None if window is None else (window - 1, 0 if causal else window - 1))
     if window is not None:
         raise ArgumentError("--window is for dense attention; leave out --window or --dilated")
-    branches = [_branch(text) for text in dilated.split(",")]
+    branches = [_branch(text) for text in split_branches(dilated)]
     return Dilated(
         segment_lengths=tuple(w for w, _ in branches), dilation_rates=tuple(r for _, r in branches), causal=causal
     )

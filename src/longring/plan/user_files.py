@@ -15,6 +15,7 @@ from typing import Any
 from ..errors import ArgumentError
 
 MOST = 1 << 20  # bytes of a file of settings
+LARGEST = 2**63 - 1  # of a whole number: as TOML says, and 0xff... escapes Python's own limit of digits
 DOTS = 4  # in one key; tomllib's time and memory grow with their square
 
 # Strings and comments of TOML, in which dots mean nothing. One that is never closed is an error, and nothing behind it
@@ -69,8 +70,23 @@ def read_toml(path: Path, name: str) -> dict[str, Any]:
     if _MANY_DOTS.search(_NO_KEY.sub("_", text)):
         raise ArgumentError(f"{name} is not TOML that longring reads: a key has more than {DOTS} dots")
     try:
-        return tomllib.loads(text)
+        found = tomllib.loads(text)
     except ValueError as failure:  # tomllib's own error is one, and a number of too many digits another
         raise ArgumentError(f"{name} is not TOML: {failure}") from failure
     except RecursionError:
         raise ArgumentError(f"{name} is not TOML that longring reads: it is nested too deeply") from None
+    _check_numbers(found, name)
+    return found
+
+
+def _check_numbers(found: dict[str, Any], name: str) -> None:
+    """Larger ones could be neither made floats nor shown."""
+    ahead: list[tuple[str, Any]] = list(found.items())
+    while ahead:
+        key, value = ahead.pop()
+        if isinstance(value, dict):
+            ahead.extend(value.items())
+        elif isinstance(value, list):
+            ahead.extend((key, one) for one in value)
+        elif isinstance(value, int) and not -LARGEST - 1 <= value <= LARGEST:
+            raise ArgumentError(f"{name} is not TOML that longring reads: {key[:100]} is a whole number beyond 2**63")

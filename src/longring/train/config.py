@@ -13,7 +13,7 @@ from ..errors import ArgumentError
 from ..geometry.layouts import LAYOUTS
 from ..geometry.patterns import Dense, Dilated, Pattern
 from ..geometry.plans import PLANS
-from ..plan.quantities import count, spoken_count
+from ..plan.quantities import count, split_branches, spoken_count
 from ..plan.user_files import read_toml
 
 TASKS = ("language", "passkey")
@@ -22,6 +22,8 @@ DTYPES = ("bf16", "fp32", "fp64")
 DEVICES = ("auto", "cpu", "cuda")
 ROTARY_BASE = 10_000.0
 MANY = 1_000_000  # ranks, layers or heads: more of them is a slip of the keyboard
+
+SEQUENCES = 2**20  # of a step: each of them is read, whatever a checkpoint says
 
 # What nobody said, by device: sizes that show something on a few cores in minutes, and ones that a GPU notices.
 USUAL = {
@@ -208,10 +210,10 @@ def differences(config: Config, was: Config, names: Iterable[str]) -> list[str]:
 def branches(text: str) -> list[tuple[int, int]]:
     """(segment length, dilation rate) of each of LongNet's branches in "2048:1,4096:2"."""
     found = []
-    for part in text.split(","):
+    for part in split_branches(text):
         length, colon, rate = part.strip().partition(":")
         if not colon:
-            raise ArgumentError(f"--dilated takes LENGTH:RATE pairs, as 2048:1,4096:2, got {part!r}")
+            raise ArgumentError(f"--dilated takes LENGTH:RATE pairs, as 2048:1,4096:2, got {part[:100]!r}")
         found.append((count(length, of="a segment length of --dilated"), count(rate, of="a rate of --dilated")))
     return found
 
@@ -284,6 +286,8 @@ def _check(name: str, value: Any, *, is_optional: bool) -> None:
             raise ArgumentError(f"{spelt(name)} must be a whole number of at least {COUNTS[name]}, got {value!r}")
         if name in ("ranks", "layers", "heads", "keep") and value > MANY:
             raise ArgumentError(f"{spelt(name)} must be at most {spoken_count(MANY)}, got {value:,}")
+        if name in ("batch", "micro_batch") and value > SEQUENCES:
+            raise ArgumentError(f"{spelt(name)} must be at most {SEQUENCES:,}, got {value:,}")
     elif name == "timeout":
         if type(value) is not float or not SHORTEST_WAIT <= value <= LONGEST_WAIT:
             least, most = f"{SHORTEST_WAIT:g}", f"{LONGEST_WAIT:,.0f}"

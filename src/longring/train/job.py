@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -104,25 +103,24 @@ class Job:
         """
         loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
         predicted = torch.zeros((), dtype=torch.int64, device=self.world.device)
-        rounds = list(self._rounds())
-        for numbers in rounds:
+        starts = self._starts()
+        for start in starts:
             if isinstance(self.model, FSDPModule):
-                self.model.set_requires_gradient_sync(numbers is rounds[-1])
-            mine, counted = self._losses(numbers)
+                self.model.set_requires_gradient_sync(start == starts[-1])
+            mine, counted = self._losses(range(start, start + self.config.micro_batch))
             # FSDP2 takes the mean over ranks
             (mine * self.world.size if self.config.fsdp else mine).backward()
             loss += mine.detach()
             predicted += counted
         return loss.item(), float(predicted.item())
 
-    def _rounds(self) -> Iterator[range]:
-        """Numbers of the sequences of this ring, so many at a time."""
+    def _starts(self) -> range:
+        """The numbers of this ring's sequences that begin a micro-batch."""
         config = self.config
         assert config.batch is not None
         rows = config.batch // config.data_ranks
         first = self.taken + self.world.data_rank * rows
-        for start in range(first, first + rows, config.micro_batch):
-            yield range(start, start + config.micro_batch)
+        return range(first, first + rows, config.micro_batch)
 
     def _losses(self, numbers: range) -> tuple[Tensor, Tensor]:
         """The sum of the losses of this rank's part of these sequences, and how many tokens it predicts."""
