@@ -14,7 +14,7 @@ import pytest
 
 from longring.errors import ArgumentError
 from longring.train.corpus import open_corpus
-from longring.train.token_files import MOST_INFERRED
+from longring.train.token_files import MOST_DOCUMENTS, MOST_INFERRED
 
 
 @contextmanager
@@ -175,3 +175,42 @@ def test_names_that_are_too_long(tmp_path, name, monkeypatch):
         assert open_corpus(tmp_path / name).vocabulary == 5
     else:
         assert name[:20] in refusal(tmp_path / name)
+
+
+def test_documents_beyond_number_are_refused(tmp_path):
+    """A byte each, of a file that takes no space: each would take eighty bytes of memory."""
+    header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (100000000, 1), }"
+    path = tmp_path / "tokens.npy"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+    with path.open("r+b") as file:
+        file.truncate(10 + len(header) + 100_000_000)
+    assert f"has more than {MOST_DOCUMENTS:,} documents" in refusal(path)
+
+
+def test_closed_documents_beyond_number_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("longring.train.token_files.MOST_DOCUMENTS", 1000)
+    (tmp_path / "tokens.bin").write_bytes(bytes([1, 0]) * 1001)
+    (tmp_path / "tokens.json").write_text('{"dtype": "uint8", "vocabulary": 2, "end": 0}')
+    assert "has more than 1,000 documents" in refusal(tmp_path / "tokens.bin")
+    (tmp_path / "tokens.bin").write_bytes(bytes([1, 0]) * 1000)
+    assert open_corpus(tmp_path / "tokens.bin").documents == 1000
+
+
+def test_documents_of_many_files_beyond_number_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("longring.train.token_files.MOST_DOCUMENTS", 1000)
+    for name in "ab":
+        np.save(tmp_path / f"{name}.npy", np.zeros((600, 2), np.uint8))
+    assert "has more than 1,000 documents" in refusal(tmp_path)
+
+
+def test_empty_documents_take_no_memory(tmp_path):
+    with (tmp_path / "tokens.bin").open("wb") as file:
+        file.truncate(100_000_000)
+        file.seek(50_000_000)
+        file.write(b"\x01\x01")
+    (tmp_path / "tokens.json").write_text('{"dtype": "uint8", "vocabulary": 2, "end": 0}')
+    with little_memory():
+        corpus = open_corpus(tmp_path / "tokens.bin")
+    assert corpus.lengths.tolist() == [2]
+    assert corpus.places.tolist() == [50_000_000]
+    assert corpus.left_out["document"] == 99_999_997  # of 99,999,998 ends one closes the document

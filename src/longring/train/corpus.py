@@ -252,6 +252,7 @@ def _corpus(
 ) -> Corpus:
     vocabulary, end = _vocabulary(sources)
     counts = np.array([len(lengths) for lengths in documents.lengths], np.int64)
+    token_files.check_count(name, int(counts.sum()))
     firsts = np.cumsum(counts) - counts
     return Corpus(
         name=name,

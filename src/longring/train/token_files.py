@@ -23,6 +23,7 @@ from .files import STREAM, File, read_bytes, stream
 SUFFIXES = {".npy", ".bin"}
 MOST = 2**31 - 1  # tokens of a vocabulary
 MOST_INFERRED = 2**20  # tokens of a vocabulary that nobody named: a stray number would make an embedding of 137 GB
+MOST_DOCUMENTS = 10_000_000  # each of them takes 80 bytes and more of memory, however short it is
 MOST_ABOUT = 1 << 16  # bytes of the JSON beside a file
 MOST_HEADER = 1 << 16  # bytes at the beginning of a .npy
 _KEYS = {"dtype", "vocabulary", "end"}
@@ -81,6 +82,7 @@ def open_tokens(file: File) -> Tokens:
     if len(shape) == 2:
         if about.end is not None:
             raise ArgumentError(f"{file.path}: its rows are documents; {beside(file.path).name} must not name an end")
+        check_count(file.path, shape[0])
         places = np.arange(shape[0], dtype=np.int64) * shape[1]
         return Tokens(file, dtype, offset, vocabulary, about.end, places, np.full(shape[0], shape[1], np.int64))
     places, lengths, empty = _documents(file, dtype, offset, shape[0], about.end)
@@ -205,16 +207,31 @@ def _documents(
     """(places, lengths, how many were empty): cut where the end stands, which is in none of them."""
     if end is None:
         return np.zeros(1, np.int64), np.array([count], np.int64), 0
-    ends, at = [], 0
+    places, lengths, found, empty, at, start = [], [], 0, 0, 0, 0
     for block in _blocks(file, dtype, offset):
-        ends.append(np.flatnonzero(block == end) + at)
+        ends = np.flatnonzero(block == end) + at
         at += block.size
-    closed = np.concatenate([[-1], *ends, [count]]).astype(np.int64)
-    if closed[-2] == count - 1:
-        closed = closed[:-1]  # the last document is closed, and none comes after it
-    places, lengths = closed[:-1] + 1, np.diff(closed) - 1
-    filled = lengths > 0
-    return places[filled], lengths[filled], int((~filled).sum())
+        if ends.size:
+            starts = np.concatenate([[start], ends[:-1] + 1])
+            filled = ends > starts  # the others are dropped here: they may be as many as there are tokens
+            places.append(starts[filled])
+            lengths.append((ends - starts)[filled])
+            found += places[-1].size
+            empty += ends.size - places[-1].size
+            start = int(ends[-1]) + 1
+            check_count(file.path, found)
+    if start < count:  # else the last document is closed, and none comes after it
+        places.append(np.array([start]))
+        lengths.append(np.array([count - start]))
+    return np.concatenate(places).astype(np.int64), np.concatenate(lengths).astype(np.int64), empty
+
+
+def check_count(path: Path | str, documents: int) -> None:
+    if documents > MOST_DOCUMENTS:
+        raise ArgumentError(
+            f"{path} has more than {MOST_DOCUMENTS:,} documents, which are too many for memory; join short ones, or "
+            "train on a part of them"
+        )
 
 
 # --------------------------------------------------------------------------------------------------------- writing
