@@ -6,12 +6,14 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from longring import ArgumentError, Dense, Dilated
 from longring.train.config import Config, differences, read
-from longring.train.job import learning_rate, new_model
+from longring.train.job import Job, learning_rate, new_model
 
 
 def test_nothing_said_is_something_small_on_cores_and_larger_on_gpus():
@@ -183,3 +185,15 @@ def test_very_many_branches_are_refused(tmp_path):
     (tmp_path / "run.toml").write_text(f'dilated = "{",".join(["8:1"] * 200_000)}"')
     with pytest.raises(ArgumentError, match="at most 64 branches, got 200,000"):
         read({}, tmp_path / "run.toml")
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_a_model_that_no_machine_holds_is_refused_before_it_is_made(fsdp):
+    """As of a vocabulary that a stranger's file of tokens names."""
+    config = Config(fsdp=fsdp, batch=1).settled(device="cpu", ranks=1)
+    world = SimpleNamespace(device=torch.device("cpu"))
+    with pytest.raises(ArgumentError, match=r"takes at least .* TiB, and cpu has .* logits of 2,147,483,647 tok"):
+        Job(config, world, None, vocabulary=2**31 - 1)
+    config = replace(config, dim=8, feedforward=8)  # weights that may fit, and logits that do not
+    with pytest.raises(ArgumentError, match=r"logits of 2,147,483,647 tokens take 32 TiB"):
+        Job(config, world, None, vocabulary=2**31 - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -13,6 +14,7 @@ from ..errors import ArgumentError, CheckpointError, NotFinite
 from ..models import Decoder, DecoderConfig, LongNetConfig, LongNetLM
 from ..models.stack import LanguageModel
 from ..nn.loss import cross_entropy
+from ..plan.quantities import spoken_bytes
 from . import states
 from .config import Config, branches
 from .meter import Meter
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from .tasks import Sequences
 
 BETAS = (0.9, 0.95)
+OPTIMISER_STATES = 2  # AdamW's mean and square of each gradient
 IGNORED = -100  # where nothing is to be predicted
 
 
@@ -49,6 +52,7 @@ class Job:
         self.meter = Meter(world.device)
         self.taken = 0
         self.loaded_from: str | None = None  # a checkpoint, until a step has changed its weights
+        _check_memory(config, world, vocabulary)
         torch.manual_seed(config.seed)  # the same weights on every rank
         self.model = new_model(config, vocabulary).to(world.device)
         if config.fsdp:
@@ -229,6 +233,37 @@ def new_model(config: Config, vocabulary: int, *, device: str | None = None) -> 
     is_longnet = config.model == "longnet"
     model = LongNetLM(LongNetConfig(**shape), **made) if is_longnet else Decoder(DecoderConfig(**shape), **made)
     return model.double() if config.dtype == "fp64" else model
+
+
+def _check_memory(config: Config, world: World, vocabulary: int) -> None:
+    """Refuse what cannot fit, as of a vocabulary that a file of tokens names: the allocator would, or kill the process.
+
+    Counted is only what no run can do without, so that nothing is refused that might fit.
+    """
+    has = _memory(world.device)
+    if has is None:
+        return
+    assert config.context is not None
+    assert config.context_ranks is not None
+    weights = sum(weight.nbytes for weight in new_model(config, vocabulary, device="meta").parameters())
+    rows = config.micro_batch * (config.context // config.context_ranks)
+    logits = rows * vocabulary * (2 if config.dtype == "bf16" else 4)
+    needed = max(weights, logits) if config.fsdp else (2 + OPTIMISER_STATES) * weights + logits
+    if needed > has:
+        raise ArgumentError(
+            f"a rank of this run takes at least {spoken_bytes(needed)}, and {world.device} has {spoken_bytes(has)}: "
+            f"its model has weights of {spoken_bytes(weights)}, and logits of {vocabulary:,} tokens take "
+            f"{spoken_bytes(logits)}. Take a smaller model or vocabulary, a shorter --context or more ranks"
+        )
+
+
+def _memory(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # not everywhere
+        return None
 
 
 def _deal_parameters(model: LanguageModel, world: World) -> None:

@@ -9,9 +9,8 @@ from typing import Any, cast
 from ..plan.forecast import Choice, Question, forecast
 from ..plan.hardware import Hardware, all_hardware
 from .config import Config
-from .job import new_model
+from .job import OPTIMISER_STATES, new_model
 
-OPTIMISER_STATES = 2  # AdamW's mean and square of each gradient
 FLOPS_OF_A_WEIGHT = 6  # multiply and add, forward and twice backward, for each token
 OF_WIDTH, OF_HIDDEN = 4, 4  # rows as wide as the model, and as its feed-forward, that a layer keeps for its backward
 ITEMSIZE = {"bf16": 2, "fp32": 4, "fp64": 8}
