@@ -235,6 +235,24 @@ def test_ctrl_c_at_a_bad_moment_is_one_word_and_lets_the_command_tidy_up(when, m
     assert (running.returncode, out, said) == (130, printed, "stopped\n")
 
 
+def test_ctrl_c_while_the_command_is_still_loaded_is_one_word(tmp_path):
+    """Typer takes most of the time until the command hears Ctrl-C itself."""
+    (tmp_path / "typer.py").write_text("import signal, time\nsignal.raise_signal(signal.SIGINT)\ntime.sleep(60)\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from longring.__main__ import main; main()"
+    with started("--help", code=code) as running:
+        out, said = running.communicate(timeout=50)
+    assert (running.returncode, out, said) == (130, "", "stopped\n")
+
+
+def test_the_command_itself_hears_ctrl_c_once_it_is_loaded(tmp_path):
+    (tmp_path / "odd_module.py").write_text("import sys\nsys.press()\n")
+    code = INTERRUPTED_COMMAND.replace("\nmain()", "\nfrom longring.__main__ import main as run\nrun()")
+    assert code != INTERRUPTED_COMMAND
+    with started("interrupted", "two", str(tmp_path), code=code) as running:
+        out, said = running.communicate(timeout=50)
+    assert (running.returncode, out, said) == (130, "tidied\n", "stopped\n")
+
+
 def test_a_second_ctrl_c_ends_a_command_at_once(tmp_path):
     with started("interrupted", "insisting", str(tmp_path), code=INTERRUPTED_COMMAND) as running:
         assert running.stdout.readline() == "ready\n"

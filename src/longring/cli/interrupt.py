@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-STOPPED = 130
+from ..interrupts import STOPPED, end_at_once
+
 _AGAIN = 0.02  # seconds until a signal that came at a bad moment is looked at again
 _PATIENCE = 3.0  # seconds that an import may go on
 _SAME_PRESS = 0.5  # seconds in which a terminal and a program that passes signals on may send two for one Ctrl-C
@@ -33,7 +34,7 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        if is_main and signal.getsignal(signal.SIGINT) in (signal.default_int_handler, end_at_once):
             self._base = sys._getframe(1)
             signal.signal(signal.SIGINT, self._hear)
         return self
