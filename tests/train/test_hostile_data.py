@@ -214,3 +214,9 @@ def test_empty_documents_take_no_memory(tmp_path):
     assert corpus.lengths.tolist() == [2]
     assert corpus.places.tolist() == [50_000_000]
     assert corpus.left_out["document"] == 99_999_997  # of 99,999,998 ends one closes the document
+
+
+def test_headers_of_fasta_beyond_number_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("longring.train.token_files.MOST_DOCUMENTS", 1000)
+    (tmp_path / "a.fasta").write_text(">\n" * 1001)
+    assert "has more than 1,000 documents" in refusal(tmp_path / "a.fasta")

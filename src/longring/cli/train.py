@@ -301,7 +301,10 @@ def _picture(config: Config, out: Path) -> tuple[str | None, str | None]:
         records = steps(out)
         return (str(path) if records and draw(records, path, title=title) else None), None
     except Exception as failure:  # matplotlib has errors of many kinds
-        return None, f"no picture of the loss: {path} cannot be written: {failure}"
+        return (
+            None,
+            f"no picture of the loss: {path} cannot be written: {getattr(failure, 'strerror', None) or failure}",
+        )
 
 
 # -------------------------------------------------------------------------------------------------- the dry run

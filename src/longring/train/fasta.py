@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ..errors import ArgumentError
 from .files import File, read_bytes, stream
+from .token_files import check_count
 
 SUFFIXES = {".fa", ".fasta", ".fna"}
 BETWEEN = 1 << 16  # bytes from one noted place to the next at most: what a read may skip
@@ -61,6 +62,7 @@ def index_fasta(file: File, *, upper: bool) -> Indexed:
     walk = Walk(file)
     for block in stream(file, block=BETWEEN):
         walk.over(block)
+        check_count(file.path, len(walk.starts))
     walk.end()
     places = np.array(walk.starts, np.int64)
     lengths = np.diff(places, append=walk.seen)
