@@ -84,9 +84,9 @@ def test_errors_and_tracebacks_show_no_controls(capsys, is_debugging):
 
 
 def test_an_error_that_repeats_much_is_cut_in_its_middle(capsys):
-    assert cli._answered(["plan", "--tokens", "9" * 100_000, "--ranks", "2"], False) == 2
+    assert cli._answered(["plan", "--dtype", "9" * 100_000, "--ranks", "2"], False) == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: --tokens must be ")
+    assert said.startswith("error: --dtype must be ")
     assert " [...] " in said
     assert len(said) < cli.LONGEST + 100
 
