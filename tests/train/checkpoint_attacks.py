@@ -327,6 +327,21 @@ def numbers() -> Iterator[tuple[str, bytes]]:
         yield f"place in {path[:30]!r}", one(path=s(path))
     yield "place in a number", one(path=b"K\1")
     yield "place in a list", one(path=b"]")
+    laughs = {"dicts": _doubled(b"}", b"}(", b"u"), "tuples": _doubled(b")", b"", b"\x86")}
+    laughs["calls"] = _doubled(size(), g("torch", "Size"), b"\x86R")
+    for kind, laugh in laughs.items():
+        yield f"a place in {kind} of {kind}", one(path=laugh)
+        yield f"a place at {kind} of {kind}", one(offset=laugh)
+        yield f"a size of {kind} of {kind}", one(whole=size(laugh))
+        yield f"a size that is {kind} of {kind}", one(whole=laugh)
+        yield f"a path of {kind} of {kind}", one(names=t(laugh))
+        yield f"a key of {kind} of {kind}", one(name=laugh)
+        yield f"a part with the number {kind} of {kind}", _numbered(laugh)
+    long = b"\x8b" + struct.pack("<I", 4000) + b"\x7f" * 4000
+    yield "offset of 9,633 digits", one(offset=long)
+    yield "place in 9,633 digits", one(path=long)
+    yield "a size of 9,633 digits", one(whole=size(long))
+    yield "a path of 9,633 digits", one(names=t(long, b"]"))
     yield "a transformation", one(more=((s("transform_descriptors"), b"](" + s("zstd") + b"e"),))
     yield "a size of 2**63", one(whole=size(i(2**63)))
     yield "sizes whose product is 2**80", one(whole=size(i(2**40), i(2**40)))
@@ -360,6 +375,20 @@ def numbers() -> Iterator[tuple[str, bytes]]:
     yield "one tensor 100,000 times", _shared_tensor()
     yield "one chunk 100,000 times", _shared_chunk()
     yield "fields without end", _many_fields()
+
+
+def _numbered(hint: bytes) -> bytes:
+    whole, at, name = size(i(2)), size(i(0)), s("a")
+    described, where = tensor(whole, b"](" + chunk(at, whole) + b"e"), place(DATA, i(0), i(1))
+    return metadata(d((name, described)), d((name, t(name))), d((key(name, at, hint), where)))
+
+
+def _doubled(first: bytes, before: bytes, behind: bytes) -> bytes:
+    """Each holds the one before twice: written out, the last holds 2**200 of them."""
+    made = first + b"q\0"
+    for n in range(200):
+        made = before + made + b"h" + bytes([n]) + behind + b"q" + bytes([n + 1])
+    return made
 
 
 def _shared_tensor() -> bytes:

@@ -50,8 +50,20 @@ class Manifest:
 
 
 def shown(value: Any) -> str:
-    """What stands in a file that anyone may have written, for a message: not long, nor anything to a terminal."""
-    return _SHORT.repr(value)
+    """What stands in a file that anyone may have written, for a message: not long, nor anything to a terminal.
+
+    Of what may have much within it, or itself, the type alone.
+    """
+    if type(value) is tuple:
+        return f"({', '.join(map(_shown, value[:6]))}{', ...' * (len(value) > 6)})"
+    return _shown(value)
+
+
+def _shown(value: Any) -> str:
+    kind = type(value)
+    if kind is int and value.bit_length() > 64:
+        return f"an int of {value.bit_length()} bits"
+    return _SHORT.repr(value) if kind in (str, bytes, bool, int, float, type(None)) else kind.__name__
 
 
 def check_about(about: Any) -> None:
