@@ -229,6 +229,58 @@ def test_where_all_checkpoints_are_damaged_it_does_not_begin_again_unasked(three
     assert "no checkpoint was ever completed" in saving
 
 
+def all_gone(out):
+    for path in out.glob("step-*"):
+        shutil.rmtree(path)
+
+
+def all_renamed(out):
+    for path in out.glob("step-*"):
+        path.rename(path.with_name(f"{path.name}.bak"))
+
+
+def told_steps(count, **config):
+    """No checkpoint, but metrics of so many steps, and other times in what the run before was."""
+
+    def change(out):
+        all_gone(out)
+        (out / "metrics.jsonl").write_text("".join(f'{{"step": {number + 1}}}\n' for number in range(count)))
+        (out / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_again_unasked(three_steps, tmp_path):
+    changes = {
+        "gone": all_gone,
+        "renamed": all_renamed,
+        "later": told_steps(60, save_every=50, steps=100),
+        "other": told_steps(1001, save_every="often", steps=[]),
+    }
+    asked = {"asked": all_gone}
+    started = {
+        "first": told_steps(50, save_every=50, steps=100),  # killed while it saved for the first time
+        "early": told_steps(2, save_every=50, steps=100),
+        "none": told_steps(0, save_every=50, steps=100),
+    }
+    configs = copies(three_steps, tmp_path, 2, **changes, **asked, **started)
+    configs[len(changes)] = replace(configs[len(changes)], restart_if_damaged=True)
+    before = {path: path.read_bytes() for name in changes for path in (tmp_path / name).rglob("metrics.jsonl")}
+    ranks = launch(outcomes, configs, ranks=2, timeout=110)
+    assert ranks[0] == ranks[1]
+    for text, name, steps in zip(ranks[0], changes, ("3", "3", "60", "1,001"), strict=False):
+        assert text.startswith("CheckpointError: ")
+        assert f"--out {tmp_path / name} has no checkpoint, but metrics of {steps} steps, and the first " in text
+        assert text.endswith("or say --restart-if-damaged to begin at step 1, which forgets these metrics")
+    assert {path: path.read_bytes() for path in before} == before
+    again, *others = ranks[0][len(changes) :]
+    assert "begins again at step 1, as --restart-if-damaged says" in again
+    assert all(text.startswith("from None to 4; ") for text in (again, *others))
+    assert "metrics of 50 steps, but no checkpoint: the run begins at step 1" in others[0]
+    assert "metrics of 2 steps, but no checkpoint" in others[1]
+    assert others[2] == "from None to 4; "
+
+
 def about_is(change):
     """Rightly signed."""
 

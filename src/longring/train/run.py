@@ -20,11 +20,14 @@ from .config import OF_THE_ORDER, OF_THE_WEIGHTS, Config, differences, spelt
 from .job import Job, Taken
 from .metrics import CONFIG, Metrics
 from .metrics import check as check_metrics
+from .metrics import steps as steps_of
 from .small_files import put
 from .stopping import Stopping
 from .tasks import Task, task_of
 from .weights import load_weights, newest
 from .world import World
+
+CONFIG = "config.json"
 
 
 class Listener(Protocol):
@@ -196,20 +199,47 @@ class Run:
         )
 
     def _check_beginning(self, found: Found) -> None:
-        """A run whose checkpoints are all damaged does not begin again by itself; one that never saved any does."""
+        """A run whose checkpoints are all damaged, or gone, does not begin again by itself; one without any does."""
         damaged = [skip for skip in found.skipped if skip.was_complete]
-        if not damaged:
-            if found.skipped:
-                self._note(f"no checkpoint was ever completed in {self.folder}: the run begins at step 1")
-            return
         flag = spelt("restart_if_damaged")
-        if not self.config.restart_if_damaged:
+        if damaged and not self.config.restart_if_damaged:
             raise CheckpointError(
                 f"--out {self.folder} has {_several(len(damaged), 'checkpoint')}, and none is whole: "
                 f"{'; '.join(f'{name}: {why}' for name, why in damaged[:3])}{'; ...' * (len(damaged) > 3)}. They are "
                 f"kept as they are. Put a copy in their place, take another --out, or say {flag} to begin at step 1"
             )
-        self._note(f"no checkpoint in {self.folder} is whole: the run begins again at step 1, as {flag} says")
+        if damaged:
+            self._note(f"no checkpoint in {self.folder} is whole: the run begins again at step 1, as {flag} says")
+            return
+        checkpoints.together(
+            f"looking for an earlier run in {self.folder}",
+            lambda: self._check_metrics(found),
+            group=dist.group.WORLD,
+            timeout=self.config.timeout,
+        )
+
+    def _check_metrics(self, found: Found) -> None:
+        """They tell of steps that had been saved, where the checkpoints of an earlier run were moved away."""
+        last = max((told["step"] for told in steps_of(self.folder) if type(told["step"]) is int), default=0)
+        every, steps = _times(self.folder / CONFIG) or (self.config.save_every, self.config.steps)
+        first = min(every, steps)
+        # a run that was killed while it saved for the first time has come to that step, and may have left nothing
+        is_saved = last > first or (last == first == steps and not found.skipped)
+        flag = spelt("restart_if_damaged")
+        if is_saved and not self.config.restart_if_damaged:
+            raise CheckpointError(
+                f"--out {self.folder} has no checkpoint, but metrics of {last:,} steps, and the first was due after "
+                f"{first:,}: checkpoints were renamed, moved or deleted. Put them back, take another --out, or say "
+                f"{flag} to begin at step 1, which forgets these metrics"
+            )
+        if is_saved:
+            self._note(f"no checkpoint is left in {self.folder}: the run begins again at step 1, as {flag} says")
+        elif found.skipped:
+            self._note(f"no checkpoint was ever completed in {self.folder}: the run begins at step 1")
+        elif last:
+            self._note(
+                f"{self.folder} has metrics of {_several(last, 'step')}, but no checkpoint: the run begins at step 1"
+            )
 
     def _begin(self) -> None:
         """With fresh weights, or with another run's."""
@@ -276,6 +306,17 @@ class Run:
         self.report.notes.append(text)
         if self.listener is not None:
             self.listener.note(text)
+
+
+def _times(path: Path) -> tuple[int, int] | None:
+    """How often the run before this one saved, and how many steps it was to have, if its file says so."""
+    try:
+        with path.open("rb") as file:
+            told = json.loads(file.read(1 << 20))
+    except (OSError, ValueError, RecursionError):
+        return None
+    every, steps = (told.get(name) if isinstance(told, dict) else None for name in ("save_every", "steps"))
+    return (every, steps) if type(every) is int and type(steps) is int and min(every, steps) > 0 else None
 
 
 def _other_data(was: str, name: str) -> str:

@@ -40,7 +40,8 @@ def check_finite(tensors: dict[str, Any], what: str) -> None:
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor) and not torch.isfinite(local(tensor)).all():
             raise CheckpointError(
-                f"its {what} {name} have nan or inf in them, as they were saved; move it away to take the one before"
+                f"its {what} {name} have nan or inf in them, as they were saved; move its folder "
+                "elsewhere to take the one before, if there is one"
             )
 
 
