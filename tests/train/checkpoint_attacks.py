@@ -37,7 +37,7 @@ NEWER, MARK = "step-00000002", "mark"  # what an attack leaves where it runs is 
 MOST_MEMORY = 400 << 20  # bytes that refusing takes at most: the largest file of an attack has 20 MB
 MOST_SECONDS = 20.0  # of a core: far more than any takes
 RAW = re.compile(r"\b[A-Z]\w*(Error|Exception|Exit|Interrupt)\b|Traceback|<[\w.]+ object at")
-REFUSED, ANY = "refused", "any"
+REFUSED, LOADED, ANY = "refused", "loaded", "any"
 
 
 class Attack(NamedTuple):
@@ -370,11 +370,21 @@ def numbers() -> Iterator[tuple[str, bytes]]:
     nothing = d()
     yield "an empty index", metadata(nothing, nothing, nothing)
     yield "no places", metadata(d((s("a"), tensor(size(i(2)), b"]"))), d((s("a"), t(s("a")))), nothing)
+    yield "5,000 parts that overlap", _tangled()
     yield "parts that are missing", P4 + new("Metadata") + b"."
     yield "lists for dicts", metadata(b"]", b"]", b"]")
     yield "one tensor 100,000 times", _shared_tensor()
     yield "one chunk 100,000 times", _shared_chunk()
     yield "fields without end", _many_fields()
+
+
+def _tangled() -> bytes:
+    """Each lies across the one before."""
+    numbers = range(5_000)
+    whole, name, sizes = size(i(10_000)), s("a"), size(i(2))
+    chunks = b"](" + b"".join(chunk(size(i(n)), sizes) for n in numbers) + b"e"
+    places = [(key(name, size(i(n))), place(DATA, i(0), i(1))) for n in numbers]
+    return metadata(d((name, tensor(whole, chunks))), d((name, t(name))), d(*places))
 
 
 def _numbered(hint: bytes) -> bytes:
@@ -614,8 +624,8 @@ def _deep(told: dict[str, Any], depth: int) -> bytes:
 def index_is(content: bytes) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         (folder / ".metadata").write_bytes(content)
-        if len(content) > 1 << 20:  # no index is larger than the files that it is of
-            (folder / "more.distcp").write_bytes(bytes(len(content)))
+        if len(content) > 1 << 20:  # no index is larger than half of the files that it is of
+            (folder / "more.distcp").write_bytes(bytes(2 * len(content)))
         consistent(folder)
 
     return change
@@ -634,6 +644,36 @@ def entry_is(name: str, content: bytes) -> Callable[[Path], None]:
         consistent(folder)
 
     return change
+
+
+def parts_are(*parts: tuple[tuple[int, int], tuple[int, int]]) -> Callable[[Path], None]:
+    """The tensor of 7 times 5 numbers in parts, each with its numbers."""
+
+    def change(folder: Path) -> None:
+        known = pickle.loads((folder / ".metadata").read_bytes())
+        at, where = next((at, info) for at, info in known.storage_data.items() if at.fqn == "tensors.dealt")
+        del known.storage_data[at]
+        chunks = known.state_dict_metadata[at.fqn].chunks
+        path = folder / where.relative_path
+        chunks[:] = [type(chunks[0])(torch.Size(start), torch.Size(long)) for start, long in parts]
+        for number, part in enumerate(chunks):
+            content = io.BytesIO()
+            torch.save(torch.zeros(part.sizes, dtype=torch.float32), content)
+            place = type(where)(where.relative_path, path.stat().st_size, len(content.getvalue()))
+            known.storage_data[type(at)(at.fqn, part.offsets, number)] = place
+            path.write_bytes(path.read_bytes() + content.getvalue())
+        (folder / ".metadata").write_bytes(pickle.dumps(known))
+        consistent(folder)
+
+    return change
+
+
+PARTS = {
+    "rows that overlap": [((0, 0), (4, 5)), ((2, 0), (3, 5))],
+    "columns that overlap": [((0, 0), (7, 3)), ((0, 1), (7, 2))],
+    "parts that overlap in a corner": [((0, 0), (5, 4)), ((4, 3), (3, 2)), ((5, 0), (2, 3)), ((0, 4), (3, 1))],
+    "parts within parts": [((0, 0), (6, 5)), ((1, 1), (1, 5))],
+}
 
 
 def manifest_is(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
@@ -753,6 +793,9 @@ def attacks(mark: Path) -> list[Attack]:
         for name, content in made
     ]
     found += [Attack(f"index: {name}", index_is(content)) for name, content in numbers()]
+    found += [Attack(f"index: {name}", parts_are(*parts)) for name, parts in PARTS.items()]
+    whole = parts_are(((0, 0), (1, 2)), ((0, 2), (2, 3)), ((2, 1), (5, 4)), ((1, 0), (6, 1)), ((1, 1), (1, 1)))
+    found.append(Attack("index: parts that go round each other", whole, LOADED))
     found += [Attack(f"tensor: {name}", entry_is("tensors.dealt", content)) for name, content in tensors(mark)]
     found += [Attack(f"value: {name}", entry_is("step", content)) for name, content in values(mark)]
     found += [Attack(f"manifest: {name}", manifest_is(change)) for name, change in manifests()]
@@ -826,6 +869,7 @@ def tried(attack: Attack, folder: Path, mark: Path, before: dict[str, Any], thin
         (RAW.search(said) is not None, "a raw error of Python's"),
         (not said.isprintable() or len(said) > 2000, "a message that is not one line"),
         (attack.must == REFUSED and said == "loaded step 2", "it was loaded"),
+        (attack.must == LOADED and said != "loaded step 2", "it was not loaded"),
     ]
     return Outcome(attack.name, "; ".join(why for holds, why in wrong if holds), said, seconds, memory)
 

@@ -27,6 +27,7 @@ from .unpickling import Call, Name, Pairs, Stranger, Unreadable
 
 LARGEST = 2**63 - 1  # of sizes, offsets and whole numbers
 DIMENSIONS = 64  # of a tensor, at most, as in torch
+MOST_TANGLED = 64  # parts of a tensor that no cut along a dimension takes apart
 LONGEST_PATH = 100  # names from the top of a state to a value in it
 MOST_FIELDS = 20  # of one of torch's dataclasses, which have at most six
 
@@ -57,7 +58,7 @@ _NAMES = (_INDEX, _TENSOR, _BYTES, _CHUNK, _KEY, _PROPERTIES, _FORMAT, _META, _P
 def read(content: bytes, manifest: Manifest) -> Metadata:
     """The index, if it speaks of this checkpoint's files and of nothing else."""
     others = manifest.bytes - manifest.files[INDEX].bytes
-    if len(content) > (1 << 20) + others:  # a place takes some 200 bytes here, and a thousand and more in its file
+    if len(content) > (1 << 20) + others // 2:  # a place takes some 200 bytes here, and 1,400 and more in its file
         raise Damaged(f"{INDEX} has {len(content)} bytes, for files of {others} bytes")
     try:
         told = unpickling.load(content, _NAMES)
@@ -110,10 +111,47 @@ def _check(key: str, about: TensorStorageMetadata | BytesStorageMetadata, places
             raise _Wrong(f"{shown(key)} of size {list(about.size)} has a part {chunk}")
         if MetadataIndex(key, chunk.offsets) not in places:
             raise _Wrong(f"a part of {shown(key)} is nowhere")
-    offsets = {chunk.offsets for chunk in about.chunks}
     held, whole = sum(math.prod(chunk.sizes) for chunk in about.chunks), math.prod(about.size)
-    if held != whole or not len(offsets) == len(about.chunks) > 0:
+    if held != whole or not about.chunks:
         raise _Wrong(f"the parts of {shown(key)} have {held} of {whole} elements")
+    if len({chunk.offsets for chunk in about.chunks}) != len(about.chunks) or _overlap(about.chunks):
+        raise _Wrong(f"parts of {shown(key)} overlap, so that others are missing")
+
+
+def _overlap(chunks: list[ChunkStorageMetadata]) -> bool:
+    """Whether two have an element in common: along one dimension after the other, those that may are put together."""
+    groups = [[chunk for chunk in chunks if 0 not in chunk.sizes]]
+    for axis in range(len(chunks[0].sizes)):
+        groups = [group for together in groups for group in _touching(together, axis) if len(group) > 1]
+    return any(map(_pairs_overlap, groups))
+
+
+def _touching(chunks: list[ChunkStorageMetadata], axis: int) -> list[list[ChunkStorageMetadata]]:
+    """Groups of chunks whose ranges along this dimension have no gap between them; those of different groups do."""
+    groups: list[list[ChunkStorageMetadata]] = []
+    end = 0
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[axis]):
+        if not groups or chunk.offsets[axis] >= end:
+            groups.append([])
+        groups[-1].append(chunk)
+        end = max(end, chunk.offsets[axis] + chunk.sizes[axis])
+    return groups
+
+
+def _pairs_overlap(chunks: list[ChunkStorageMetadata]) -> bool:
+    """Of those that no dimension takes apart, which no way of dealing a tensor out leaves many of."""
+    if len(chunks) > MOST_TANGLED:
+        return True
+    return any(
+        all(
+            at < other_at + other_long and other_at < at + long
+            for at, long, other_at, other_long in zip(
+                chunk.offsets, chunk.sizes, other.offsets, other.sizes, strict=True
+            )
+        )
+        for number, chunk in enumerate(chunks)
+        for other in chunks[:number]
+    )
 
 
 def _is_inside(chunk: ChunkStorageMetadata, size: torch.Size) -> bool:
