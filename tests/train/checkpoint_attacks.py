@@ -540,12 +540,18 @@ def values(mark: Path) -> Iterator[tuple[str, bytes]]:
     nested = P2 + b")q\0" + b"".join(b"h" + bytes([n]) + b"\x86q" + bytes([n + 1]) for n in range(60)) + b"."
     yield "pairs of pairs, sixty times", archive(nested)
     yield "keys that all meet", archive(P2 + b"}(" + b"".join(i(n * (2**61 - 1)) + b"N" for n in range(50_000)) + b"u.")
+    meeting = P2 + b"]" + b"".join(b"}(" + b"".join(_meeting(n) for n in range(10_000)) + b"ua" for _ in range(45))
+    yield "45 dicts of keys that all meet", archive(meeting + b".")
     yield "keys that are lists", archive(P2 + b"}]Ns.")
     yield "a tensor", archive(view(), NUMBERS)
     yield "a dtype", archive(P2 + b"ctorch\nfloat32\n.")
     yield "nothing", b""
     yield "a pickle alone", P2 + b"K\1."
     yield "packed", archive(P2 + b"K\1.", ("more", bytes(1 << 20)), packed=True)
+
+
+def _meeting(number: int) -> bytes:
+    return i(number * (2**61 - 1)) + b"N"
 
 
 # --------------------------------------------------------------------------------------------------- manifests

@@ -1017,3 +1017,17 @@ def test_a_rank_that_has_much_to_read_is_waited_for():
     waited = World(2, "checkpoint_programs:is_slow", (0,), ends="at once").run()[0]
     assert waited.error == "PeerLost"
     assert waited.rank_named == 1
+
+
+def test_a_folder_of_other_digits_is_no_checkpoint(tmp_path):
+    """int() takes those of every script, and others for the same step."""
+    place = saved(tmp_path, 1)
+    checkpoints.release(tmp_path)
+    for name in (
+        "step-" + "\N{ARABIC-INDIC DIGIT TWO}" * 8,
+        "step-0000000\N{FULLWIDTH DIGIT THREE}",
+        "step-" + "9" * 200,
+    ):
+        place.with_name(name).mkdir()
+    found = checkpoints.find(tmp_path)
+    assert (found.step, found.skipped) == (1, ())

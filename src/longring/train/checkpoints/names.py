@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SAVING, DELETING, REPLACED = "saving", "deleting", "replaced"
-_NAME = re.compile(rf"step-(\d{{8,}})(?:\.({SAVING}|{DELETING}|{REPLACED})-[0-9a-f]{{8}})?")
+_NAME = re.compile(rf"step-([0-9]{{8,30}})(?:\.({SAVING}|{DELETING}|{REPLACED})-[0-9a-f]{{8}})?")
 
 
 class Entry(NamedTuple):

@@ -12,6 +12,8 @@ from .unpickling import Call, Name, Pairs, Unreadable
 DEEPEST = 100  # lists, tuples and dicts of a value within each other
 MOST_AGAIN = 1_000_000  # parts of lists that stand in a value more than once, and take no bytes for it
 MOST_KEYS = 10_000  # of a dict, where they are not all text
+LARGEST_KEY = 2**60  # of whole numbers that hash to themselves
+MOST_OTHER_KEYS = 100  # of a dict, that are neither text nor such numbers
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _ENCODED = Name("_codecs", "encode")  # how bytes are written in the protocol of torch.save
 _EMPTY = Name("__builtin__", "bytes")
@@ -83,10 +85,17 @@ def _bytes(told: Call) -> bytes:
 
 
 def _dict(made: list[Any]) -> dict[Any, Any]:
-    """Text hashes by a secret; of other keys one could write many that all meet, and each would look at all before."""
-    if len(made) > 2 * MOST_KEYS and not all(type(key) is str for key in made[::2]):
+    """Text and bytes hash by a secret; of other keys one could write many that all meet, and each would look at all before."""
+    keys = made[::2]
+    if len(keys) > MOST_KEYS and not all(type(key) is str for key in keys):
         raise Unreadable(f"a dict of more than {MOST_KEYS} keys that are no text")
+    if sum(not _is_spread(key) for key in keys) > MOST_OTHER_KEYS:
+        raise Unreadable(f"a dict of more than {MOST_OTHER_KEYS} keys that are neither text nor numbers below 2**60")
     try:
-        return dict(zip(made[::2], made[1::2], strict=True))
+        return dict(zip(keys, made[1::2], strict=True))
     except TypeError:
         raise Unreadable("a dict whose keys are lists") from None
+
+
+def _is_spread(key: Any) -> bool:
+    return type(key) in (str, bytes) or (type(key) is int and abs(key) < LARGEST_KEY)
