@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_attacks import sealed
 from checkpoint_programs import check, loaded, refused, saved, state_of, trained
 from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -689,9 +691,9 @@ def test_what_could_not_be_read_back_is_not_written(value, what, folder):
         ({"state": {"ranks": 1}}, "call it something else"),
         ({"about": {"a": float("nan")}}, "about must be what JSON can hold"),
         ({"about": {"a": Path("a")}}, "about must be what JSON can hold"),
-        ({"about": {"a": nested(49)}}, "at most 8388608 bytes, and 49 lists and dicts within each other"),
+        ({"about": {"a": nested(49)}}, "at most 65536 bytes, and 49 lists and dicts within each other"),
         ({"about": {"a": nested(100_000)}}, "about must be what JSON can hold"),
-        ({"about": {"a": "a" * (8 << 20)}}, "What is larger belongs into the state"),
+        ({"about": {"a": "a" * (64 << 10)}}, "What is larger belongs into the state"),
         ({"step": 2**63}, r"step must be below 2\*\*63"),
         ({"about": {1: 2}}, "about must come back from JSON as it is"),
         ({"about": 3}, "about must come back from JSON as it is"),
@@ -1031,3 +1033,24 @@ def test_a_folder_of_other_digits_is_no_checkpoint(tmp_path):
         place.with_name(name).mkdir()
     found = checkpoints.find(tmp_path)
     assert (found.step, found.skipped) == (1, ())
+
+
+def test_manifests_are_bounded_and_read_one_at_a_time(tmp_path):
+    """Each of a million dicts takes 64 bytes, and there may be many of them."""
+    saved(tmp_path, 1)
+    checkpoints.release(tmp_path)
+    for step in range(2, 40):
+        place = tmp_path / f"step-{step:08d}"
+        place.mkdir()
+        told = b'{"format": 1, "step": 2, "a": [' + b"{}," * (330_000 if step > 10 else 2_000_000) + b"{}]}"
+        sealed(place, told)
+    before = _peak()
+    found = checkpoints.find(tmp_path)
+    assert found.step == 1
+    assert "far more than any needs" in dict(found.skipped)["step-00000010"]
+    assert "written by None ranks" in dict(found.skipped)["step-00000039"]
+    assert _peak() - before < 200 << 20
+
+
+def _peak() -> int:
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -91,57 +91,58 @@ def find(folder: Path, *, group: Any = None, timeout: float | None = None) -> Fo
 
 
 def _found(folder: Path, meeting: Meeting) -> Found | None:
-    """None where one went away while it was read: the run that made it lives, and has a newer one by now."""
-    candidates: list[_Candidate] = meeting.hold(
+    """None where one went away while it was read: the run that made it lives, and has a newer one by now.
+
+    Manifests are read one at a time: those of a folder together may be of any size.
+    """
+    candidates: list[Entry] = meeting.hold(
         f"looking for checkpoints in {folder}", lambda: None, lambda _: [_look(folder)] * meeting.ranks
     )
     skipped: list[Skipped] = []
     for candidate in candidates:
-        damage = _damage(candidate, meeting)
+        trusted = _of_rank_0(candidate, meeting)
+        damage = trusted if isinstance(trusted, str) else _damage(candidate.path, trusted, meeting)
         if damage is None:
             return None
         if not damage:
-            return Found(folder, candidate.path, candidate.manifest, tuple(skipped))
+            assert isinstance(trusted, Manifest)
+            return Found(folder, candidate.path, trusted, tuple(skipped))
         skipped.append(Skipped(candidate.path.name, damage))
     return Found(folder, skipped=tuple(skipped))
 
 
-class _Candidate(NamedTuple):
-    path: Path
-    manifest: Manifest | None  # None: it cannot be trusted, and here is why
-    damage: str = ""
-
-
-def _look(folder: Path) -> list[_Candidate]:
+def _look(folder: Path) -> list[Entry]:
     """Newest first."""
     if not folder.exists():
         return []
     if not folder.is_dir():
         raise ArgumentError(f"{folder} is a file; checkpoints are in a folder")
-    return [_candidate(entry) for entry in entries(folder)]
+    return entries(folder)
 
 
-def _candidate(entry: Entry) -> _Candidate:
-    try:
-        return _Candidate(entry.path, _trusted(entry))
-    except Damaged as why:
-        return _Candidate(entry.path, None, str(why))
-
-
-def _trusted(entry: Entry) -> Manifest:
+def _of_rank_0(entry: Entry, meeting: Meeting) -> Manifest | str | None:
+    """The manifest of a checkpoint, or why it cannot be trusted; None if it went away."""
     if entry.fate not in (None, REPLACED):
-        raise Damaged(_WHY[entry.fate])
-    trusted = manifest.get(entry.path)
-    if trusted.step != entry.step:
-        raise Damaged(f"its manifest is that of step {trusted.step}: it was renamed")
+        return _WHY[entry.fate]
+    return meeting.hold(
+        f"reading the manifest of {entry.path}", lambda: None, lambda _: [_trusted(entry)] * meeting.ranks
+    )
+
+
+def _trusted(entry: Entry) -> Manifest | str | None:
+    try:
+        trusted = manifest.get(entry.path)
+        if trusted.step != entry.step:
+            raise Damaged(f"its manifest is that of step {trusted.step}: it was renamed")
+    except Damaged as why:
+        return str(why) if entry.path.exists() else None
     return trusted
 
 
-def _damage(candidate: _Candidate, meeting: Meeting) -> str | None:
+def _damage(path: Path, trusted: Manifest | None, meeting: Meeting) -> str | None:
     """What is wrong with it, in all ranks' eyes, of whom each reads a share of the files; None if it went away."""
-    path, trusted = candidate.path, candidate.manifest
     if trusted is None:
-        return candidate.damage
+        return None
     return meeting.hold(
         f"reading {path}",
         lambda: _damage_of(path, trusted, sorted(trusted.files)[meeting.rank :: meeting.ranks]),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import os
 import platform
 import re
 import reprlib
@@ -28,7 +30,8 @@ RANKS = 1_000_000  # at most
 DEEPEST = 50  # lists and dicts within each other
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{,99}[A-Za-z0-9_-]")
 _CHECKSUM = re.compile(r"[0-9a-f]{64}")
-_SIZES = {NAME: 1 << 24, SUM: 1 << 10, INDEX: 1 << 28}  # bytes that a file has at most which is read whole
+ABOUT, A_FILE = 1 << 16, 300  # bytes that a manifest has at most for what the run says, and for each file
+_SIZES = {NAME: 1 << 20, SUM: 1 << 10, INDEX: 1 << 28}  # bytes that a file has at most which is read whole
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 100
 
@@ -74,7 +77,7 @@ def check_about(about: Any) -> None:
         raise ArgumentError(f"about must be what JSON can hold: {error}") from None
     if not is_kept:
         raise ArgumentError("about must come back from JSON as it is: a dict with keys of str, lists and no tuples")
-    size, most = len(text.encode()), _SIZES[NAME] // 2
+    size, most = len(text.encode()), ABOUT
     if size > most or _is_deep(about, DEEPEST - 1):
         raise ArgumentError(
             f"about must have at most {most} bytes, and {DEEPEST - 1} lists and dicts within each other; it has {size} "
@@ -112,7 +115,7 @@ def _sum_line(text: bytes) -> bytes:
 
 def get(folder: Path) -> Manifest:
     """The manifest of a folder whose files are there with their sizes; what is in them is for `check_sums`."""
-    text = _content(folder / NAME)
+    text = _content(folder / NAME, more=A_FILE * _count(folder))
     if _content(folder / SUM) != _sum_line(text):
         raise Damaged(f"{NAME} is not what {SUM} says it was: one of them was changed or cut short")
     manifest = _parsed(text)
@@ -121,8 +124,17 @@ def get(folder: Path) -> Manifest:
     return manifest
 
 
-def _content(path: Path) -> bytes:
-    size, most = _size(path), _SIZES[path.name]
+def _count(folder: Path) -> int:
+    """How many files there are in it, up to those of so many ranks as there can be."""
+    try:
+        with os.scandir(folder) as files:
+            return sum(1 for _ in itertools.islice(files, RANKS))
+    except OSError as error:
+        raise Damaged(f"it cannot be read: {error.strerror}") from None
+
+
+def _content(path: Path, more: int = 0) -> bytes:
+    size, most = _size(path), _SIZES[path.name] + more
     if size > most:
         raise Damaged(f"{path.name} has {size} bytes, far more than any needs, which is {most}")
     try:

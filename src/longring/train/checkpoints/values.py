@@ -85,7 +85,7 @@ def _bytes(told: Call) -> bytes:
 
 
 def _dict(made: list[Any]) -> dict[Any, Any]:
-    """Text and bytes hash by a secret; of other keys one could write many that all meet, and each would look at all before."""
+    """Text and bytes hash by a secret; of other keys one could write many that all meet: each would look at all."""
     keys = made[::2]
     if len(keys) > MOST_KEYS and not all(type(key) is str for key in keys):
         raise Unreadable(f"a dict of more than {MOST_KEYS} keys that are no text")
