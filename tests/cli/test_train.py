@@ -283,6 +283,10 @@ def test_a_forged_checkpoint_is_one_line_and_an_exit_code(whole, data, tmp_path)
     judged = longring("eval", forged, "--device", "cpu", "--ranks", 1, before=COMMAND[:-1])
     assert judged.returncode == 1
     assert re.fullmatch(r"error: \S+ says that its model has [\d,]+ weights and more, .* bytes\n", judged.stderr)
+    changed_about(newest, vocabulary=257, config={**json.loads((forged / "config.json").read_text()), "layers": 10_000})
+    judged = longring("eval", forged, "--device", "cpu", "--ranks", 1, before=COMMAND[:-1])
+    assert judged.returncode == 1
+    assert re.fullmatch(r"error: \S+ says that its model has 10,000 layers, but its index .* them\n", judged.stderr)
     changed_about(newest, config=None)
     done = longring(*words, "--out", forged)
     assert done.returncode == 2, done.stderr

@@ -312,6 +312,18 @@ ABOUT = {
         lambda about: about | {"config": about["config"] | {"batch": 1e400}},
         "in its config, --batch must be",
     ),
+    "config_digits": (
+        lambda about: about | {"config": about["config"] | {"dim": 4 * 10**4000}},
+        "in its config, 'dim' is a number of 13290 bits",
+    ),
+    "config_context": (
+        lambda about: about | {"config": about["config"] | {"context": 2**62}},
+        "in its config, 'context' is 4,611,686,018,427,387,904, and at most 1,099,511,627,776",
+    ),
+    "config_layers": (
+        lambda about: about | {"config": about["config"] | {"layers": 100_000}},
+        "in its config, 'layers' is 100,000, and at most 10,000",
+    ),
     "text": (lambda about: about | {"sequences": "many"}, "its sequences is no whole number"),
     "float": (lambda about: about | {"sequences": 4.7}, "its sequences is no whole number"),
     "negative": (lambda about: about | {"sequences": -1}, "its sequences is no whole number"),

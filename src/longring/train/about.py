@@ -7,10 +7,14 @@ from typing import Any
 
 from ..errors import ArgumentError, CheckpointError
 from .checkpoints import Found
+from .checkpoints.manifest import INDEX, shown
 from .config import Config, usual_feedforward
 
 SETTLED = ("context", "dim", "layers", "heads", "batch", "dtype")  # what no run leaves open
 LONGEST = 10_000  # characters of a text
+LARGEST = 2**63 - 1  # of the config's whole numbers
+MOST = {"context": 2**40, "layers": 10_000}  # of those that take memory before any weight is read
+A_LAYER = 400  # bytes of the index, which tells of its four tensors and more
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,12 @@ class About:
         """Refuse to make a model far larger than what was saved of it."""
         config = self.config
         dim, layers = config.dim or 0, config.layers or 0
+        index = found.manifest.files[INDEX].bytes if found.manifest is not None else 0
+        if layers * A_LAYER > index:
+            raise CheckpointError(
+                f"{found.path} says that its model has {layers:,} layers, but its index has {index:,} bytes, too few "
+                "to tell of them"
+            )
         least = self.vocabulary * dim + layers * dim * (dim + (config.feedforward or 0))
         needed = least * (8 if config.dtype == "fp64" else 4)
         if needed > found.bytes:
@@ -69,6 +79,11 @@ def _config(told: dict[str, Any]) -> Config:
     kept = told.get("config")
     if not isinstance(kept, dict):
         raise _Wrong("it has no config")
+    for name, value in kept.items():
+        most = MOST.get(name, LARGEST)
+        if type(value) is int and abs(value) > most:
+            told = f"{value:,}" if abs(value) <= LARGEST else f"a number of {value.bit_length()} bits"
+            raise _Wrong(f"in its config, {shown(name)} is {told}, and at most {most:,}")
     try:
         config = Config(**kept)
     except TypeError as error:
