@@ -13,7 +13,7 @@ from .config import Config, usual_feedforward
 SETTLED = ("context", "dim", "layers", "heads", "batch", "dtype")  # what no run leaves open
 LONGEST = 10_000  # characters of a text
 LARGEST = 2**63 - 1  # of the config's whole numbers
-MOST = {"context": 2**40, "layers": 10_000}  # of those that take memory before any weight is read
+MOST = {"context": 2**40, "layers": 10_000, "seed": 2**128}  # the first two take memory before a weight is read
 A_LAYER = 400  # bytes of the index, which tells of its four tensors and more
 
 
@@ -82,8 +82,8 @@ def _config(told: dict[str, Any]) -> Config:
     for name, value in kept.items():
         most = MOST.get(name, LARGEST)
         if type(value) is int and abs(value) > most:
-            told = f"{value:,}" if abs(value) <= LARGEST else f"a number of {value.bit_length()} bits"
-            raise _Wrong(f"in its config, {shown(name)} is {told}, and at most {most:,}")
+            number = f"{value:,}" if abs(value) <= LARGEST else f"a number of {value.bit_length()} bits"
+            raise _Wrong(f"in its config, {shown(name)} is {number}, and at most {most:,}")
     try:
         config = Config(**kept)
     except TypeError as error:
