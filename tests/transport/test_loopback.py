@@ -465,7 +465,8 @@ def interrupted_at(lines, program):
         sys.settrace(traced)
         sys.unraisablehook = told
         signal.signal(signal.SIGINT, before)
-    assert all("weakref" in one.object.__code__.co_filename for one in lost), lost
+    swallowed = [getattr(one.object, "__code__", None) for one in lost]  # in what Python calls back, of anybody's
+    assert not any("longring" in code.co_filename for code in swallowed if code is not None), lost
     return sum(line <= counted for line in lines)
 
 

@@ -27,8 +27,6 @@ from .tasks import Task, task_of
 from .weights import load_weights, newest
 from .world import World
 
-CONFIG = "config.json"
-
 
 class Listener(Protocol):
     """Who hears of a run while it goes on, on the first rank alone."""
