@@ -739,7 +739,7 @@ def test_a_folder_that_is_a_file(folder):
 @pytest.mark.processes
 def test_a_folder_that_may_not_be_written_to():
     text, left = results(1, "checkpoint_programs:saves_without_rights")[0]
-    assert text == "CheckpointError: planning the checkpoint of step 2: Permission denied (run/lock)"
+    assert text == "CheckpointError: planning the checkpoint of step 2: run/lock cannot be opened: Permission denied"
     assert left == ["lock", "step-00000001"]
 
 

@@ -244,7 +244,9 @@ def told_steps(count, **config):
 
     def change(out):
         all_gone(out)
-        (out / "metrics.jsonl").write_text("".join(f'{{"step": {number + 1}}}\n' for number in range(count)))
+        (out / "metrics.jsonl").write_text(
+            "".join(f'{{"step": {number + 1}, "loss": 1.0}}\n' for number in range(count))
+        )
         (out / "config.json").write_text(json.dumps(config))
 
     return change
