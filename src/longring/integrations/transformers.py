@@ -13,6 +13,7 @@ import functools
 import inspect
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -153,6 +154,9 @@ def _made_of(module: str, name: str) -> dict[str, str]:
     return found
 
 
+_parsing = threading.Lock()  # CPython's conversion to ast counts its depth for all threads together: gh-106905
+
+
 @functools.cache
 def _definitions(module: str) -> dict[str, tuple[str, set[str]]]:
     """Of each class, function and constant of a module: its source, and the names in its methods."""
@@ -160,8 +164,10 @@ def _definitions(module: str) -> dict[str, tuple[str, set[str]]]:
         source = inspect.getsource(sys.modules[module])
     except (KeyError, OSError, TypeError):  # made in a notebook, or by something that makes classes
         return {}
+    with _parsing:
+        body = ast.parse(source).body
     found = {}
-    for node in ast.parse(source).body:
+    for node in body:
         bodies = [x for x in node.body if isinstance(x, ast.FunctionDef)] if isinstance(node, ast.ClassDef) else [node]
         bodies += node.bases if isinstance(node, ast.ClassDef) else []
         names = {x.id for body in bodies for x in ast.walk(body) if isinstance(x, ast.Name)}
