@@ -1,7 +1,8 @@
 """What the site needs besides its pages: files of the repository that pages link to become pages of it, too.
 
 Pages link to sources, tests and examples by their paths, so that links work wherever the repository is read. The site
-has to be whole by itself: it gets a page for every such file, and for the changelog and the contributors' guide.
+has to be whole by itself: it gets a page for every such file, and for the changelog, the contributors' guide and what
+is said of security.
 """
 
 from __future__ import annotations
@@ -19,8 +20,13 @@ log = logging.getLogger("mkdocs.hooks.site")
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-PLACES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
-OURS = {"changelog.md": ROOT / "CHANGELOG.md", "contributing.md": ROOT / "CONTRIBUTING.md"}
+PLACES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
+OURS = {place: ROOT / name for name, place in PLACES.items() if name != "README.md"}
 LANGUAGES = {".py": "python", ".md": "markdown", ".toml": "toml", ".json": "json", ".sh": "sh"}
 
 LINK = re.compile(r"(?P<begin>\]\()(?P<path>(?![a-z]+:|#|/)[^)\s#]+)(?P<anchor>#[^)\s]*)?\)")

@@ -16,7 +16,7 @@ import longring.testing
 from documents import ROOT, name_of, pages
 
 DOCS = ROOT / "docs"
-MADE = {"changelog.md", "contributing.md"}  # out of files of the repository, when the site is built
+MADE = {"changelog.md", "contributing.md", "security.md"}  # out of files of the repository, when the site is built
 LINK = re.compile(r"(!?)\[(?P<words>[^\]]*)\]\((?P<path>(?![a-z]+:|#)[^)\s#]+)(?:#[^)\s]*)?\)")
 FENCES = re.compile(r"^ *```.*?^ *``` *$", flags=re.DOTALL | re.MULTILINE)
 
