@@ -114,6 +114,7 @@ def examined(name: str) -> dict[str, Any]:
 
 def spoken(error: BaseException) -> str:
     said = re.sub(r"^rank \d+: ", "", " ".join(str(error).split()))
+    said = re.sub(r"'/[^']*/site-packages/", "'", said)  # where packages are installed is of one machine
     from longring.errors import LongringError
 
     return said if isinstance(error, LongringError) else f"{type(error).__name__}: {said}"[:200]
